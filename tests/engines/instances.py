@@ -63,7 +63,16 @@ def nixl(role: str, progress_thread: bool = False) -> dict[str, Any]:
 class Instance:
     """A process that runs ``engine_process.py``."""
 
-    def __init__(self, log: Path, model: Path, kv: Mapping[str, Any] | None, *, tp: int = 1, **config: object) -> None:
+    def __init__(
+        self,
+        log: Path,
+        model: Path,
+        kv: Mapping[str, Any] | None,
+        *,
+        tp: int = 1,
+        python: str = sys.executable,
+        **config: object,
+    ) -> None:
         paths = [str(ROOT), os.environ.get("PYTHONPATH")]
         env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if tp > 1:
@@ -73,7 +82,7 @@ class Instance:
         script = str(Path(__file__).with_name("engine_process.py"))
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, script, given],
+                [python, script, given],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

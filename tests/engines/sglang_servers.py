@@ -73,6 +73,7 @@ class Server:
         bootstrap: port of the bootstrap server of prefill; None: one that is free.
         options: of the plug-in.
         environment: further variables.
+        python: of an environment with SGLang.
         args: arguments of the server, with underscores.
     """
 
@@ -86,6 +87,7 @@ class Server:
         bootstrap: int | None = None,
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
         **args: Any,
     ) -> None:
         self.log, self.port, self.bootstrap = log, free_port(), bootstrap or free_port()
@@ -110,7 +112,7 @@ class Server:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core % (os.cpu_count() or 1)) for core in range(tp))
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *words],
+                [python, "-W", "ignore", "-m", "sglang.launch_server", *words],
                 env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
         self._threads = ThreadPoolExecutor(64)

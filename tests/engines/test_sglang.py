@@ -226,6 +226,13 @@ def test_a_wrong_option_is_named_at_the_start(
     assert server.logged(message)
 
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+"""SGLang's CPU backend runs DeepSeek models with scaled rotation only."""
+
+
 @pytest.fixture(scope="module")
 def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose cache has MLA's latents."""
@@ -238,8 +245,9 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=4, max_position_embeddings=2048, initializer_range=0.15, tie_word_embeddings=False,
         kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, q_lora_rank=64,
         first_k_dense_replace=3, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
-        moe_intermediate_size=64,
+        moe_intermediate_size=64, rope_parameters=YARN,
     )  # fmt: skip
+    config.update({"moe_layer_freq": 1})  # SGLang reads it, as the released models have it
     folder = tmp_path_factory.mktemp("latents")
     DeepseekV3ForCausalLM(config).save_pretrained(folder)
     return folder
@@ -248,14 +256,15 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
 def test_latents(servers: Start, latents: Path, prefill_tp: int, decode_tp: int) -> None:
     """Every rank of a server holds the same latents."""
-    alone = servers("alone", model=latents).ready()
+    common: dict[str, Any] = {"model": latents, "environment": {"SGLANG_CPU_LATENTS": "1"}}
+    alone = servers("alone", **common).ready()
     wanted = {length: alone.begin(prompt(length), COUNT).result()["output_ids"] for length in LENGTHS}
     alone.close()
     options = {"verify": "full"}
     prefill, decode = pair(
         servers,
-        {"tp_size": prefill_tp, "page_size": 16, "options": options, "chunked_prefill_size": 64, "model": latents},
-        {"tp_size": decode_tp, "options": options, "model": latents},
+        {"tp_size": prefill_tp, "page_size": 16, "options": options, "chunked_prefill_size": 64, **common},
+        {"tp_size": decode_tp, "options": options, **common},
     )
     for room, length in enumerate(LENGTHS, 1):
         assert serve(prefill, decode, room, prompt(length), COUNT)[1]["output_ids"] == wanted[length]

@@ -306,7 +306,7 @@ class Decode(Server):
         """A request."""
         request = Request(room, list(tokens), [ReceiverRoom(side, address, room) for side in self.sides])
         for one in request.rooms:
-            one.asked(len(tokens), self.busy)
+            one.asked(tokens, self.busy)
         self.queue.append(request)
         self.pending.append(request)
         return request

@@ -109,6 +109,7 @@ def configs(
             dtype=torch.float16,
             quantization=None,
             revision=None,
+            hf_overrides={},
             enable_sleep_mode=False,
             get_total_num_kv_heads=lambda: model.heads,
         ),

@@ -49,6 +49,11 @@ class Request:
         return [*self.prompt_token_ids, *([1] * self.outputs)]
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """Of the output."""
+        return [1] * self.outputs
+
+    @property
     def over(self) -> bool:
         """Whether the engine has ended it."""
         return self.status.name.startswith("FINISHED")

@@ -1,12 +1,14 @@
-"""What identifies a model to both sides."""
+"""What identifies a model, and a prompt, to both sides."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 WEIGHTS = "*.safetensors", "*.bin", "*.pt", "*.gguf"
 """Files of a model's weights."""
@@ -36,6 +38,19 @@ def model_digest(model: str, config: Mapping[str, Any], *facts: object) -> bytes
                 digest.update(content.read(SAMPLE_BYTES))
     if not files:
         digest.update(model.encode())
+    return digest.digest()
+
+
+def prompt_tag(token_ids: Sequence[int], *others: str) -> bytes:
+    """A digest of the prompt, which both sides must agree on.
+
+    Args:
+        token_ids: of the prompt.
+        others: what else its rows depend on: images, an adapter.
+    """
+    digest = hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16)
+    for one in others:
+        digest.update(f"\0{one}".encode(errors="surrogatepass"))
     return digest.digest()
 
 

@@ -12,6 +12,7 @@ from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
 from ..protocol import Verify, check_verify
 from ..strategies import strategy
+from .common import COMMON, DESCRIPTIONS, OWN
 
 CHANNELS = ("unix", "zmq")
 
@@ -30,6 +31,8 @@ class EngineOptions:
         keys: for ``zmq`` beyond one host: ``SECRET_FILE,ALLOWED_DIRECTORY``, as ``disagg-kv keys`` writes them.
         staging_bytes: bytes of the staging ring of a decode rank, and of all staging slots of a prefill rank; None: 64
             MiB for CPU memory, the endpoints' own sizes for GPUs.
+        description: of the cache: ``own``, as this engine stores it, for the same engine on both sides; ``common``, in
+            terms that the adapters of several engines share.
         verify: which segments decode compares with checksums: ``off``, ``sampled`` or ``full``.
         silence_s: seconds without a frame after which a peer is lost.
         claim_s: seconds for which prefill keeps the pages of a request that no decode instance has asked for. A request
@@ -51,6 +54,7 @@ class EngineOptions:
     rendezvous: str = ""
     keys: str = ""
     staging_bytes: int | None = None
+    description: str = OWN
     verify: Verify = "off"
     silence_s: float = 30.0
     claim_s: float = 30.0
@@ -59,7 +63,7 @@ class EngineOptions:
     status_socket: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("strategy", "transport", "channel", "listen", "rendezvous", "keys", "metrics"):
+        for name in ("strategy", "transport", "channel", "listen", "rendezvous", "keys", "description", "metrics"):
             arguments.text(getattr(self, name), name)
         for name in ("silence_s", "claim_s", "total_s"):
             arguments.seconds(getattr(self, name), name)
@@ -71,6 +75,8 @@ class EngineOptions:
         check_verify(self.verify)
         if self.channel not in CHANNELS:
             raise UnknownNameError("channel", self.channel, CHANNELS)
+        if self.description not in DESCRIPTIONS:
+            raise UnknownNameError("description", self.description, DESCRIPTIONS)
         if self.keys and (self.channel != "zmq" or self.keys.count(",") != 1):
             raise ConfigurationError(f"keys {self.keys!r}: needs channel 'zmq' and SECRET_FILE,ALLOWED_DIRECTORY")
         if self.rendezvous and not self.rendezvous.startswith("tcp://"):
@@ -91,6 +97,11 @@ class EngineOptions:
             if name not in known:
                 raise UnknownNameError(f"option of {where}", str(name), known)
         return cls(**given)  # type: ignore[arg-type]
+
+    @property
+    def common(self) -> bool:
+        """Whether the cache is described in the terms that engines share."""
+        return self.description == COMMON
 
     @property
     def layered(self) -> bool:

@@ -48,6 +48,21 @@ def install() -> None:
     sys.modules["vllm"], sys.modules["vllm._custom_ops"] = ModuleType("vllm"), kernels
     if os.environ.get("SGLANG_CPU_SWAP"):
         swap_heads()
+    if os.environ.get("SGLANG_CPU_LATENTS"):
+        attend_to_latents()
+
+
+def attend_to_latents() -> None:
+    """SGLang's ``torch_native`` attention reads K and V from the cache, so with MLA it has to attend to the latents.
+
+    By default SGLang computes the K and V of a prompt from its latents, for kernels that take them beside the cache.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
 
 
 def swap_heads() -> None:

@@ -175,12 +175,10 @@ class EndpointInfo:
 
 def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
     """Raise an IncompatiblePeerError that names the first field in which two specs differ."""
-    if ours.model != theirs.model:
-        raise IncompatiblePeerError("spec.model", ours.model.hex(), theirs.model.hex())
-    if len(ours.layers) != len(theirs.layers):
-        raise IncompatiblePeerError("spec.layers", len(ours.layers), len(theirs.layers))
     if ours == theirs:
         return
+    if len(ours.layers) != len(theirs.layers):
+        raise IncompatiblePeerError("spec.layers", len(ours.layers), len(theirs.layers))
     for layer, components in ours.layers.items():
         others = theirs.layers.get(layer)
         where = f"spec.layers[{layer}]"
@@ -194,6 +192,8 @@ def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
             for name in ("tokens_per_row", *(f.name for f in attrs.fields(type(a)))):
                 if getattr(a, name) != getattr(b, name):
                     raise IncompatiblePeerError(f"{where}.{a.name}.{name}", getattr(a, name), getattr(b, name))
+    # Last: a digest says less than a size or a type that differs, too.
+    raise IncompatiblePeerError("spec.model", ours.model.hex(), theirs.model.hex())
 
 
 @frozen

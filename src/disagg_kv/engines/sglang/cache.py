@@ -17,13 +17,14 @@ import numpy.typing as npt
 from attrs import frozen
 
 from ...errors import GeometryError, UnsupportedError
-from ...geometry import CacheSpec, Component, Group, Plane, Shard, Site, shard
-from ...ids import GroupId, LayerId
+from ...geometry import CacheSpec, Component, Group, Plane, Shard, Site, even_units, item_bytes, shard
+from ...ids import LayerId
 from ...memory import Buffer, PagedPool
 from ...memory.raw import bytes_of
+from ..common import KV, CommonCache, Strides
 
-KV = GroupId("kv")
-"""SGLang has one page-id space."""
+TOKEN, ROOM = np.dtype(np.int32), np.dtype(np.uint64)
+"""Element types of the first buffer of metadata rows, which has the first token, and of the last one: the room."""
 
 
 @frozen
@@ -101,6 +102,21 @@ class SGLangPool(PagedPool):
             part[slot] = np.frombuffer(data, np.uint8, part.shape[1], at)
             at += part.shape[1]
 
+    def write_first(self, slot: int, token: int, room: int) -> None:
+        """Write a metadata row as SGLang's prefill does, with nothing but the first token of the output, and the room.
+
+        Raises:
+            GeometryError: there is no such row; a token or a room that is no number of its buffer.
+        """
+        self._checked(slot)
+        for what, value, kind in (("token", token, TOKEN), ("room", room, ROOM)):
+            if not 0 <= value <= np.iinfo(kind).max:
+                raise GeometryError(f"metadata row {slot}: {what} {value} is no {kind}")
+        for part in self._parts:
+            part[slot] = 0
+        self._parts[0][slot].view(TOKEN)[0] = token
+        self._parts[-1][slot].view(ROOM)[0] = room
+
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self._slots:
             raise GeometryError(f"metadata row {slot}: there are {self._slots}")
@@ -157,4 +173,44 @@ def pool_of(
     group = Group(KV, page, kv.count("pages"), null_page=0)
     buffers = [Buffer(at, length, device) for at, length in zip(kv.addresses, kv.lengths, strict=True)]
     site = Site(spec, shards[rank], [group], planes, tuple(kv.lengths))
+    return SGLangPool(site, buffers, metadata), shards
+
+
+def common_pool_of(
+    cache: CommonCache, kv: Buffers, metadata: Buffers, *, page: int, tp: int, rank: int, device: str
+) -> tuple[SGLangPool, list[Shard]]:
+    """The same in the terms that engines share.
+
+    Args:
+        cache: the model's.
+        kv: buffers of pages.
+        metadata: buffers of metadata rows.
+        page: tokens of a page.
+        tp: number of tensor-parallel ranks.
+        rank: this rank.
+        device: where the pages are.
+
+    Raises:
+        UnsupportedError: buffers that are not those of the model; V with elements that lie apart.
+        GeometryError: buffers of different numbers of pages.
+    """
+    mine, size = even_units(cache.heads, tp, rank), item_bytes(cache.dtype)
+    head = cache.dim * size
+    token = len(mine) * head
+    if list(kv.items) != [page * token] * (2 * cache.layers):
+        raise UnsupportedError(
+            f"description 'common': {len(kv.items)} KV buffers with pages of {sorted(set(kv.items))} bytes; "
+            f"K and V of {cache.layers} layers have {page * token}"
+        )
+    planes: list[Plane] = []
+    for layer in range(cache.layers):
+        k, v = (
+            Strides(number, 0, page=page * token, token=token, head=head, element=size)
+            for number in (layer, cache.layers + layer)
+        )
+        planes += cache.planes(layer, mine, k, v)
+    shards = [cache.shard(tp, one) for one in range(tp)]
+    buffers = [Buffer(at, length, device) for at, length in zip(kv.addresses, kv.lengths, strict=True)]
+    group = Group(KV, page, kv.count("pages"), null_page=0)
+    site = Site(cache.spec, shards[rank], [group], planes, tuple(kv.lengths))
     return SGLangPool(site, buffers, metadata), shards

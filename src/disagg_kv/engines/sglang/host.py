@@ -15,12 +15,13 @@ from typing import Any
 from attrs import frozen
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...errors import UnsupportedError
+from ...errors import RemoteProtocolError, UnsupportedError
 from ...geometry import Shard
 from ...rendezvous import Source
+from ..common import CommonCache, common_cache, read_config
 from ..opening import agreed, open_endpoints, queued_work
 from .bootstrap import register
-from .cache import Buffers, SGLangPool, pool_of
+from .cache import Buffers, SGLangPool, common_pool_of, pool_of
 from .options import SGLangOptions
 from .rooms import Side
 
@@ -29,6 +30,9 @@ DTYPES = {
     "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
 """Element types by SGLang's names of KV cache types."""
+
+FIRST_TOKEN = "disagg_kv_first_token"
+"""A key of a request's ``custom_params``: the first token of the output, if prefill is another engine."""
 
 
 @frozen(kw_only=True)
@@ -43,6 +47,7 @@ class ServerFacts:
         dtype: element type of the cache; see :func:`cache_dtype`.
         model: identifies the model.
         device: where the cache is, such as ``cpu`` or ``cuda:0``.
+        common: the cache in the terms that engines share; None: it is described as SGLang stores it.
     """
 
     tp: int
@@ -52,6 +57,49 @@ class ServerFacts:
     dtype: str
     model: bytes
     device: str
+    common: CommonCache | None = None
+
+
+def common_of(server_args: Any, quantization: str | None, dtype: str) -> CommonCache:
+    """The cache of a server in the terms that engines share.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``.
+        quantization: of the weights; None: none.
+        dtype: element type of the cache, see :func:`cache_dtype`.
+
+    Raises:
+        UnsupportedError: it is not known that another engine stores the same numbers.
+    """
+    reasons = {
+        f"device {server_args.device}": server_args.device != "cpu",
+        f"quantization {quantization}": quantization is not None,
+        f"a quantized cache, {dtype}": dtype.startswith("float8"),
+        "json-model-override-args": server_args.json_model_override_args not in ("{}", None),
+    }
+    if used := [reason for reason, on in reasons.items() if on]:
+        raise UnsupportedError(f"description 'common' does not support SGLang's {', '.join(used)} yet")
+    path, revision = server_args.model_path, server_args.revision
+    return common_cache(read_config(path, revision), path, revision, dtype)
+
+
+def first_token(request: Any) -> int | None:
+    """The first token of the output, which a router took from the answer of another engine; None: there is none.
+
+    Raises:
+        RemoteProtocolError: it is no token.
+        UnsupportedError: the request asks for more than a token, which the other engine does not give.
+    """
+    params = request.sampling_params.custom_params
+    token = params.get(FIRST_TOKEN) if isinstance(params, dict) else None
+    if token is None:
+        return None
+    if type(token) is not int or not 0 <= token < 1 << 31:
+        raise RemoteProtocolError(f"custom_params: {FIRST_TOKEN} {token!r:.200} is no token")
+    extras = ("return_logprob", "return_hidden_states", "return_sampling_mask")
+    if asked := [name for name in extras if getattr(request, name)]:
+        raise UnsupportedError(f"{', '.join(asked)} of a token that another engine has computed")
+    return token
 
 
 def cache_dtype(name: str, model: str) -> str:
@@ -102,19 +150,12 @@ def open_side(
     (options, facts), everyone = agreed(lambda: (read(), {"instance": own}), "the SGLang server", tp, group)
     instance = everyone[0]["instance"]
 
+    made: list[SGLangPool] = []
+
     def pool() -> tuple[SGLangPool, list[Shard]]:
-        return pool_of(
-            Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens),
-            Buffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens),
-            page=args.page_size,
-            heads=facts.heads,
-            latent=facts.latent,
-            dtype=facts.dtype,
-            tp=facts.tp,
-            rank=facts.rank,
-            model=facts.model,
-            device=facts.device,
-        )
+        found, shards = _pool(args, facts)
+        made.append(found)
+        return found, shards
 
     opened = open_endpoints(
         options,
@@ -129,8 +170,20 @@ def open_side(
     )
     endpoint = opened.sender if produces else opened.receiver
     assert isinstance(endpoint, PrefillEndpoint | DecodeEndpoint)
-    side = Side(endpoint, args.page_size, None if opened.on_cpu else queued_work, opened)
+    rows = made[0] if facts.common is not None and not produces else None
+    side = Side(endpoint, args.page_size, None if opened.on_cpu else queued_work, opened, rows)
     return side, Source(instance, opened.addresses)
+
+
+def _pool(args: Any, facts: ServerFacts) -> tuple[SGLangPool, list[Shard]]:
+    kv = Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    rows = Buffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
+    place: dict[str, Any] = {"page": args.page_size, "tp": facts.tp, "rank": facts.rank, "device": facts.device}
+    if facts.common is not None:
+        return common_pool_of(facts.common, kv, rows, **place)
+    return pool_of(
+        kv, rows, heads=facts.heads, latent=facts.latent, dtype=facts.dtype, model=facts.model, **place
+    )  # fmt: skip
 
 
 def announce(host: str, port: int, source: Source) -> threading.Event:

@@ -19,11 +19,13 @@ NAMES: Mapping[str, Sequence[str]] = {
         "ServerArgs.enable_hisparse", "ServerArgs.model_path", "ServerArgs.host", "ServerArgs.device",
         "ServerArgs.disaggregation_bootstrap_port", "ServerArgs.disaggregation_enable_kv_checksum",
         "ServerArgs.enable_pd_role_switch", "ServerArgs.disaggregation_decode_enable_radix_cache",
-        "ServerArgs.disaggregation_decode_allocation_policy",
+        "ServerArgs.disaggregation_decode_allocation_policy", "ServerArgs.json_model_override_args",
+        "ServerArgs.revision",
     ),
     "sglang.srt.disaggregation.utils": (
         "TransferBackend", "KVClassType.MANAGER", "KVClassType.SENDER", "KVClassType.RECEIVER",
         "KVClassType.BOOTSTRAP_SERVER", "DisaggregationMode.PREFILL", "get_kv_class",
+        "MetadataBuffers.get_buf_infos",
     ),
     "sglang.srt.disaggregation.base.conn": (
         "BaseKVManager", "BaseKVSender.pop_decode_prefix_len", "BaseKVSender.should_send_kv_chunk",
@@ -47,6 +49,9 @@ WORDS: Mapping[str, Sequence[str]] = {
         "_create_receiver_and_enqueue", "prefill_info_table", "try_ensure_parallel_info", "submit_prefill_recompute",
         "require_staging", "decode_prefix_len", "origin_input_ids", "failure_exception",
     ),
+    "sglang.srt.disaggregation.utils": ("output_ids", "bootstrap_room"),
+    "sglang.srt.managers.schedule_batch": ("return_logprob", "return_hidden_states", "return_sampling_mask"),
+    "sglang.srt.sampling.sampling_params": ("custom_params",),
     "sglang.srt.managers.scheduler": ("forward_stream", "enable_overlap"),
     "sglang.srt.runtime_context": ("tp_size", "tp_rank", "tp_group", "pp_size", "attn_cp_size"),
 }  # fmt: skip

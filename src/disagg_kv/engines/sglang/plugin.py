@@ -21,17 +21,17 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVSender,
     KVTransferMetric,
 )
-from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, TransferBackend
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers, TransferBackend
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
-from ...errors import UnsupportedError
+from ...errors import DisaggKVError, UnsupportedError
 from ..model import model_digest
 from ..opening import queued_work
 from .bootstrap import BootstrapServer
-from .host import ServerFacts, announce, cache_dtype, open_side, refuse
+from .host import ServerFacts, announce, cache_dtype, common_of, first_token, open_side, refuse
 from .options import SGLangOptions
 from .rooms import ReceiverRoom, SenderRoom
 
@@ -119,21 +119,32 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
     options = SGLangOptions.from_environment(os.environ)
     options.check(not produces and disagg.disaggregation_decode_enable_radix_cache)
     model = ModelConfig.from_server_args(server_args)
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = cache_dtype(args.kv_cache_dtype_str, str(model.dtype).removeprefix("torch."))
+    if options.common and not produces:
+        _check_rows()
     facts = ServerFacts(
         tp=parallel.tp_size,
         rank=parallel.tp_rank,
         heads=model.get_total_num_kv_heads(),
         latent=latent,
-        dtype=cache_dtype(args.kv_cache_dtype_str, dtype),
+        dtype=dtype,
         model=model_digest(server_args.model_path, model.hf_config.to_dict(), model.dtype, model.quantization),
         device="cpu" if server_args.device == "cpu" else f"cuda:{torch.cuda.current_device()}",
+        common=common_of(server_args, model.quantization, dtype) if options.common else None,
     )
     return options, facts
 
 
+def _check_rows() -> None:
+    """The first buffer of metadata rows has the first token, the last one the room: the plug-in writes both."""
+    rows = MetadataBuffers(1, 1, torch.float32, 1)
+    addresses = rows.get_buf_infos()[0]
+    if [addresses[0], addresses[-1]] != [rows.output_ids.data_ptr(), rows.bootstrap_room.data_ptr()]:
+        raise UnsupportedError("description 'common': SGLang's metadata rows have another order")
+
+
 def _new_receiver(original: Callable[..., Any], queue: Any, request: Any, *args: Any, **others: Any) -> Any:
-    """Around SGLang's decode queue: a receiver learns how long the prompt is, and which stream computes.
+    """Around SGLang's decode queue: a receiver learns the prompt, which stream computes, and perhaps the first token.
 
     Under overlap, the last forward pass of a request that has ended may still write to pages that this one gets.
     """
@@ -141,7 +152,12 @@ def _new_receiver(original: Callable[..., Any], queue: Any, request: Any, *args:
     if isinstance(made.kv_receiver, DisaggKVReceiver):
         overlap = scheduler.enable_overlap and scheduler.device != "cpu"
         busy = partial(queued_work, scheduler.forward_stream) if overlap else None
-        made.kv_receiver.asked(len(request.origin_input_ids), busy)
+        try:
+            first = first_token(request)
+        except DisaggKVError as exc:
+            made.kv_receiver.refuse(exc)
+        else:
+            made.kv_receiver.asked(request.origin_input_ids, busy, first)
     return made
 
 

@@ -26,9 +26,11 @@ from ...ids import RoomId
 from ...memory import Event
 from ...protocol import Phase
 from ...rendezvous import Source
+from ..common import KV
+from ..model import prompt_tag
 from ..opening import Opened
 from .bootstrap import Directory
-from .cache import KV
+from .cache import SGLangPool
 
 log = logging.getLogger("disagg_kv.sglang")
 
@@ -60,6 +62,7 @@ class Side:
         page: tokens of a page.
         mark: of prefill: an event that fires once the rows that are computed now are final; None: they are final.
         opened: what else ends with the endpoint; None: nothing.
+        pool: of decode: has the metadata rows, where prefill may be another engine, which has none; None: it is not.
     """
 
     def __init__(
@@ -68,10 +71,12 @@ class Side:
         page: int,
         mark: Callable[[], Event] | None = None,
         opened: Opened | None = None,
+        pool: SGLangPool | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.page = page
         self.mark = mark
+        self.pool = pool
         self._opened = opened
         self.directory = Directory()
         self._met: dict[str, int] = {}
@@ -336,18 +341,21 @@ class ReceiverRoom(Room):
         self._address = address
         self._source: Source | None = None
         self._expects = False
-        self._tokens: int | None = None
+        self._prompt: Sequence[int] | None = None
         self._busy: Callable[[], Event] | None = None
+        self._first: int | None = None
 
-    def asked(self, tokens: int, busy: Callable[[], Event] | None) -> None:
+    def asked(self, prompt: Sequence[int], busy: Callable[[], Event] | None, first: int | None = None) -> None:
         """What SGLang does not tell its receivers.
 
         Args:
-            tokens: of the prompt.
+            prompt: its tokens.
             busy: an event that fires once the forward passes in flight have ended, which may still write to pages that
                 this request gets; None: there are none.
+            first: the first token of the output, if prefill is another engine, which has no metadata row; None: it
+                comes with prefill's row.
         """
-        self._tokens, self._busy = tokens, busy
+        self._prompt, self._busy, self._first = prompt, busy, first
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill instance is known."""
@@ -358,7 +366,8 @@ class ReceiverRoom(Room):
         if self._source is None:
             raise PeerLostError(f"room {self._number}: no prefill instance at bootstrap server {self._address}")
         assert isinstance(self._side.endpoint, DecodeEndpoint)
-        self._handle = self._side.endpoint.open(room_of(self._number), self._source)
+        tag = b"" if self._prompt is None else prompt_tag(self._prompt)
+        self._handle = self._side.endpoint.open(room_of(self._number), self._source, tag=tag)
         if self._error is not None:  # SGLang ended it before the instance was known, and prefill waits
             self._handle.abort(str(self._error))
 
@@ -385,12 +394,24 @@ class ReceiverRoom(Room):
 
     def _expect(self, pages: I32, aux: int | None, prefix: int) -> None:
         assert self._handle is not None
-        if self._tokens is None:
-            raise UnsupportedError(f"room {self._number}: SGLang has not told how many tokens the prompt has")
+        if self._prompt is None:
+            raise UnsupportedError(f"room {self._number}: SGLang has not told which prompt it has")
+        if self._first is not None:
+            self._write_row(aux, self._first)
+            aux = None
         held = {KV: prefix} if prefix else {}
         ready = None if self._busy is None else self._busy()
         table = PageTable(KV, pages, prefix)
-        self._handle.expect(Expectation(None, [table], held=held, aux=aux, least=self._tokens, ready=ready))
+        self._handle.expect(Expectation(None, [table], held=held, aux=aux, least=len(self._prompt), ready=ready))
+
+    def _write_row(self, row: int | None, token: int) -> None:
+        """The metadata row that prefill would send. SGLang reads it once the request has succeeded."""
+        if self._side.pool is None:
+            raise UnsupportedError(
+                f"room {self._number}: prefill is another engine, which needs description 'common' in this server"
+            )
+        assert row is not None
+        self._side.pool.write_first(row, token, self._number or 0)
 
     def abort(self) -> None:
         """SGLang has ended the request, or found no bootstrap server; its pages are free on return."""

@@ -16,9 +16,10 @@ import torch
 from attrs import frozen
 
 from ...errors import GeometryError, UnsupportedError
-from ...geometry import CacheSpec, Component, Shard, shard
+from ...geometry import CacheSpec, Component, Group, Plane, Shard, Site, even_units, item_bytes, shard
 from ...ids import GroupId, LayerId
-from ...memory import PagedPool
+from ...memory import Buffer, PagedPool
+from ..common import KV, CommonCache, Strides
 
 
 @frozen
@@ -83,6 +84,61 @@ def pool_of(
     shards = [shard(spec, tp=tp, rank=one) for one in range(tp)]
     pool = PagedPool.from_tensors(spec, shards[rank], views, layout="HND", group=groups, null_page=0, overlaid=True)
     return pool, shards
+
+
+def common_pool_of(
+    cache: CommonCache,
+    layers: Sequence[LayerShape],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    blocks: int,
+    block: int,
+    tp: int,
+    rank: int,
+) -> tuple[PagedPool, list[Shard]]:
+    """The same for the CPU backend, in the terms that engines share; see ``element_order``.
+
+    Inside each block and head lie all K, ``[head_dim, tokens]``, and then all V, ``[tokens, head_dim]``.
+
+    Args:
+        cache: the model's.
+        layers: in the order of the model.
+        tensors: per layer name ``[blocks, heads, tokens, 2 * head_dim]``.
+        blocks: number of blocks.
+        block: tokens of a block.
+        tp: number of tensor-parallel ranks.
+        rank: this rank.
+
+    Raises:
+        UnsupportedError: tensors that are not those of the model.
+    """
+    mine, size = even_units(cache.heads, tp, rank), item_bytes(cache.dtype)
+    if len(layers) != cache.layers:
+        raise UnsupportedError(f"description 'common': {len(layers)} layers of vLLM, {cache.layers} in config.json")
+    buffers: dict[int, Buffer] = {}
+    planes: list[Plane] = []
+    for number, layer in enumerate(layers):
+        tensor = tensors[layer.name]
+        shape, inner = (blocks, len(mine), block, 2 * cache.dim), (2 * cache.dim, 1)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (tuple(tensor.shape), dtype, tensor.stride()[2:]) != (shape, cache.dtype, inner):
+            raise UnsupportedError(
+                f"description 'common': layer {layer.name}: a cache {tuple(tensor.shape)} of {dtype} with strides "
+                f"{tensor.stride()}; {shape} of {cache.dtype} is needed, with a block and head in one piece"
+            )
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        buffers.setdefault(start, Buffer(start, storage.nbytes(), str(tensor.device), storage))
+        page, head = tensor.stride(0) * size, tensor.stride(1) * size
+        place, first = list(buffers).index(start), tensor.data_ptr() - start
+        k = Strides(place, first, page=page, token=size, head=head, element=block * size)
+        half = first + block * cache.dim * size
+        v = Strides(place, half, page=page, token=cache.dim * size, head=head, element=size)
+        planes += cache.planes(number, mine, k, v)
+    shards = [cache.shard(tp, one) for one in range(tp)]
+    lengths = [one.nbytes for one in buffers.values()]
+    site = Site(cache.spec, shards[rank], [Group(KV, block, blocks, null_page=0)], planes, lengths)
+    return PagedPool(site, list(buffers.values())), shards
 
 
 def _rows(name: str, tensor: torch.Tensor, blocks: int, block: int, row: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,6 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ...errors import EndpointBrokenError
 from ..opening import Opened
 from ..versions import require
+from .element_order import check_order
 from .endpoints import open_worker
 from .host import facts, refuse_layered
 from .options import ConnectorOptions
@@ -98,7 +100,10 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         require("vllm")
         transfer = vllm_config.kv_transfer_config
         self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
-        self._facts = facts(vllm_config, kv_cache_config, tiles=current_platform.is_cpu())
+        on_cpu, common = current_platform.is_cpu(), self._options.common
+        self._facts = facts(vllm_config, kv_cache_config, tiles=on_cpu, common=common)
+        if self._facts.common is not None:
+            _check_order(vllm_config, self._facts.block, self._facts.common.dim)
         self._options.check(self._facts.prefix_caching and transfer.is_kv_consumer)
         if self._options.layered:
             refuse_layered(vllm_config)
@@ -282,6 +287,21 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorPromMetrics:
         """Counters on vLLM's Prometheus endpoint."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _check_order(vllm_config: Any, block: int, dim: int) -> None:
+    """See :func:`~disagg_kv.engines.vllm.element_order.check_order`."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    dtype, kind = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    kernel = _get_attn_isa(dtype, block, dim, kind)
+
+    def store(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        halves = cache.view((*cache.shape[:2], 2 * block, -1)).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(k, v, *halves, slots, kernel, kv_cache_dtype=kind)
+
+    check_order(store, block=block, dim=dim, dtype=dtype, kernel=kernel)
 
 
 # ``MultiConnector`` makes the statistics of its parts by name, in a process that has none of them.

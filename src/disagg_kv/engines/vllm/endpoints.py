@@ -12,7 +12,7 @@ from ...geometry import Shard
 from ...ids import LayerId
 from ...memory import PagedPool
 from ..opening import Opened, open_endpoints, queued_work, selecting
-from .cache import pool_of
+from .cache import common_pool_of, pool_of
 from .host import EngineFacts
 from .options import ConnectorOptions
 from .worker import WorkerSide
@@ -60,13 +60,7 @@ def open_worker(
 
 
 def _pool(facts: EngineFacts, tensors: Mapping[str, torch.Tensor], rank: int) -> tuple[PagedPool, list[Shard]]:
-    return pool_of(
-        facts.layers,
-        tensors,
-        blocks=facts.blocks,
-        block=facts.block,
-        row=facts.row,
-        tp=facts.tp,
-        rank=rank,
-        model=facts.model,
-    )
+    place: dict[str, Any] = {"blocks": facts.blocks, "block": facts.block, "tp": facts.tp, "rank": rank}
+    if facts.common is not None:
+        return common_pool_of(facts.common, facts.layers, tensors, **place)
+    return pool_of(facts.layers, tensors, row=facts.row, model=facts.model, **place)

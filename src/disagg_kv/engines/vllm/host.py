@@ -13,6 +13,7 @@ from attrs import frozen
 
 from ...errors import UnsupportedError
 from ...ids import GroupId
+from ..common import KV, CommonCache, common_cache, read_config
 from ..model import model_digest
 from .cache import LayerShape
 from .scheduler import BlockGroup
@@ -35,6 +36,7 @@ class EngineFacts:
         layers: the layers' caches, in the order of the model.
         model: identifies the model.
         prefix_caching: whether vLLM keeps the blocks of earlier prompts.
+        common: the cache in the terms that engines share; None: it is described as vLLM stores it.
     """
 
     instance: str
@@ -46,15 +48,17 @@ class EngineFacts:
     layers: tuple[LayerShape, ...]
     model: bytes
     prefix_caching: bool
+    common: CommonCache | None = None
 
 
-def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool) -> EngineFacts:
+def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool = False) -> EngineFacts:
     """Read them.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: vLLM's ``KVCacheConfig``.
         tiles: the platform's attention stores the K of a whole block before its V.
+        common: describe the cache in the terms that engines share.
 
     Raises:
         UnsupportedError: a feature or a kind of cache that the connector does not move.
@@ -71,13 +75,15 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool) -> EngineFacts
     if len(blocks) > 1:
         raise UnsupportedError(f"cache groups with blocks of {sorted(blocks)} tokens are not supported yet")
     block = blocks.pop()
-    row = block if tiles and any(type(spec).__name__ != "MLAAttentionSpec" for _, _, spec in specs) else 1
+    shared = _common(vllm_config, specs, tiles=tiles) if common else None
+    whole = tiles and any(type(spec).__name__ != "MLAAttentionSpec" for _, _, spec in specs)
+    row = block if whole and not common else 1
     layers = tuple(
         LayerShape(name, group, _heads(name, spec, model, parallel), _window(spec), _format(spec, row))
         for group, name, spec in specs
     )
     groups = tuple(
-        BlockGroup(_group(index), index, block, row, _window_of(_group(index), layers))
+        BlockGroup(KV if common else _group(index), index, block, row, _window_of(_group(index), layers))
         for index in kv_cache_config.transfer_group_ids
     )  # fmt: skip
     digest = model_digest(
@@ -98,7 +104,27 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool) -> EngineFacts
         layers,
         digest,
         bool(vllm_config.cache_config.enable_prefix_caching),
+        shared,
     )
+
+
+def _common(vllm_config: Any, specs: Sequence[tuple[GroupId, str, Any]], *, tiles: bool) -> CommonCache:
+    """The cache in the terms that engines share; raises what is not known to be the same in another engine."""
+    model, cache_dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
+    dtype = str(model.dtype).removeprefix("torch.")
+    kinds = {type(spec).__name__ for _, _, spec in specs}
+    reasons = {
+        "GPU backends": not tiles,
+        f"caches of the kind {', '.join(sorted(kinds))}": kinds != {"FullAttentionSpec"},
+        "several cache groups": len({group for group, _, _ in specs}) > 1,
+        f"a cache of {cache_dtype}": cache_dtype not in ("auto", dtype),
+        f"quantization {model.quantization}": model.quantization is not None,
+        "hf_overrides": bool(model.hf_overrides),
+    }
+    if used := [reason for reason, on in reasons.items() if on]:
+        raise UnsupportedError(f"description 'common' does not support vLLM's {', '.join(used)} yet")
+    path = str(model.model)
+    return common_cache(read_config(path, model.revision), path, model.revision, dtype)
 
 
 def refuse(vllm_config: Any) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from attrs import frozen
 
 from ...errors import ConfigurationError, RemoteProtocolError
@@ -17,6 +15,10 @@ MAX_ADDRESSES = 128
 
 REMOTE_PREFILL, REMOTE_DECODE = "do_remote_prefill", "do_remote_decode"
 """vLLM's own keys: another instance prefills this request; another instance decodes it."""
+
+
+FIRST_TOKEN = "first_token"
+"""What prefill has computed. A decode instance of vLLM computes it anew; one of another engine may need it."""
 
 
 @frozen
@@ -77,16 +79,3 @@ def transfer_id(params: Mapping[str, Any]) -> str | None:
 def _encodable(text: str) -> bool:
     """False: it has a half of a surrogate pair, which JSON can write."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def prompt_tag(token_ids: Sequence[int], *others: str) -> bytes:
-    """A digest of the prompt, which both sides must agree on.
-
-    Args:
-        token_ids: of the prompt.
-        others: what else its rows depend on: images, an adapter.
-    """
-    digest = hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16)
-    for one in others:
-        digest.update(f"\0{one}".encode(errors="surrogatepass"))
-    return digest.digest()

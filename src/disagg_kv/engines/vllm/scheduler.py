@@ -22,7 +22,8 @@ from ...errors import RemoteProtocolError
 from ...geometry import window_rows
 from ...ids import GroupId
 from ...rendezvous import Source
-from .params import REMOTE_DECODE, REMOTE_PREFILL, Origin, prompt_tag, transfer_id
+from ..model import prompt_tag
+from .params import FIRST_TOKEN, REMOTE_DECODE, REMOTE_PREFILL, Origin, transfer_id
 from .work import Chunk, Declined, Load, Pages, StepWork
 
 log = logging.getLogger("vllm.disagg_kv")
@@ -47,6 +48,11 @@ class EngineRequest(Protocol):
     lora_request: Any
     kv_transfer_params: dict[str, Any] | None
     status: Any
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """The tokens that were generated."""
+        ...
 
 
 class BlockState(Protocol):
@@ -197,7 +203,8 @@ class SchedulerSide:
         one = self._sending[name]
         self._note_preemption(name, one)
         if one.complete and one.request.status.name in ANSWERED:
-            return True, Origin(one.transfer, Source(self._instance, self._addresses)).params()
+            origin = Origin(one.transfer, Source(self._instance, self._addresses))
+            return True, {**origin.params(), FIRST_TOKEN: one.request.output_token_ids[0]}
         if one.opened:
             self._work.aborted.append(name)
             return True, None

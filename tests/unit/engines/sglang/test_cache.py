@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from disagg_kv.engines.sglang.cache import KV, Buffers, SGLangPool, pool_of
+from disagg_kv.engines.common import KV, CommonCache
+from disagg_kv.engines.sglang.cache import Buffers, SGLangPool, common_pool_of, pool_of
 from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.ids import LayerId
 from tests.support.sglang_like import described
@@ -93,3 +94,26 @@ def test_buffers_that_contradict_each_other_are_refused() -> None:
 def test_sizes_that_do_not_divide_are_refused(count: int, given: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         made(arrays(count), metadata(), **given)
+
+
+def test_a_metadata_row_with_a_first_token_and_a_room() -> None:
+    rows = metadata()
+    for one in rows:
+        one[:] = 9
+    pool = made(arrays(), rows)
+    pool.write_first(1, 77, 1 << 62)
+    assert (rows[0].tolist(), rows[1].tolist()) == ([[9] * 4, [77, 0, 0, 0], [9] * 4], [[9] * 2, [1 << 62, 0], [9] * 2])
+    for wrong, message in (((3, 1, 1), "there are 3"), ((0, -1, 1), "token -1"), ((0, 1, 1 << 64), "room 1844")):
+        with pytest.raises(GeometryError, match=message):
+            pool.write_first(*wrong)
+    assert (rows[0][0] == 9).all()
+
+
+@pytest.mark.parametrize(("layers", "dim", "dtype"), [(1, DIM, "float16"), (2, 4, "float16"), (2, DIM, "float32")])
+def test_buffers_of_another_model_have_no_common_description(layers: int, dim: int, dtype: str) -> None:
+    cache = CommonCache(layers=layers, heads=HEADS, dim=dim, dtype=dtype, rotation="rotated", model=b"m")
+    with pytest.raises(UnsupportedError, match=r"description 'common': 4 KV buffers with pages of \[128\] bytes"):
+        common_pool_of(
+            cache, described(arrays(), PAGE * HEADS * DIM * 2), described(metadata()), page=PAGE, tp=1, rank=0,
+            device="cpu",
+        )  # fmt: skip

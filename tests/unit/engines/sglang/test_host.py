@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
+from disagg_kv.engines.common import CommonCache
 from disagg_kv.engines.sglang.bootstrap import BootstrapServer
-from disagg_kv.engines.sglang.host import ServerFacts, announce, cache_dtype, open_side, refuse
+from disagg_kv.engines.sglang.host import (
+    FIRST_TOKEN,
+    ServerFacts,
+    announce,
+    cache_dtype,
+    common_of,
+    first_token,
+    open_side,
+    refuse,
+)
 from disagg_kv.engines.sglang.options import SGLangOptions
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
-from disagg_kv.errors import UnsupportedError
+from disagg_kv.errors import RemoteProtocolError, UnsupportedError
 from tests.support.processes import wait
 
 FACTS = ServerFacts(tp=1, rank=0, heads=2, latent=False, dtype="float16", model=b"m", device="cpu")
@@ -46,10 +59,14 @@ class Memory:
         )
 
     def side(self, options: SGLangOptions, *, produces: bool) -> tuple[Side, Any]:
-        return open_side(lambda: (options, FACTS), self.args, tp=1, produces=produces, group=None)
+        common = CommonCache(layers=2, heads=2, dim=8, dtype="float16", rotation="rotated", model=b"m")
+        facts = attrs.evolve(FACTS, common=common) if options.common else FACTS
+        return open_side(lambda: (options, facts), self.args, tp=1, produces=produces, group=None)
 
 
-@pytest.mark.parametrize("given", [{}, {"channel": "zmq", "staging_bytes": 1 << 18, "verify": "full"}])
+@pytest.mark.parametrize(
+    "given", [{}, {"channel": "zmq", "staging_bytes": 1 << 18, "verify": "full"}, {"description": "common"}]
+)
 def test_servers_find_each_other_through_the_bootstrap_server(given: dict[str, Any]) -> None:
     options = SGLangOptions.read("options", given)
     p, d = Memory(), Memory()
@@ -62,7 +79,7 @@ def test_servers_find_each_other_through_the_bootstrap_server(given: dict[str, A
         wait(lambda: decode.directory.ensure(address), lambda: str(decode.directory.problem(address)))
         assert decode.source_at(address) == source
         sender, receiver = SenderRoom(prefill, 1), ReceiverRoom(decode, address, 1)
-        receiver.asked(7, None)
+        receiver.asked(range(7), None)
         receiver.init(0)
         receiver.send_metadata(np.array([4, 2], np.int32), 2)
         wait(lambda: sender.poll() is Poll.WAITING_FOR_INPUT, lambda: "decode's request")
@@ -106,3 +123,45 @@ def test_what_is_not_moved_is_refused_by_name() -> None:
         refuse(args, {"pipeline parallelism": True})
     for text in ("pipeline parallelism", "mamba states", "swa states", "draft model", "layout v4"):
         assert text in str(found.value)
+
+
+def server(folder: Path, **changes: Any) -> Any:
+    """``ServerArgs`` of a model that is in ``folder``."""
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    given = {"device": "cpu", "json_model_override_args": "{}", "model_path": str(folder), "revision": None}
+    return SimpleNamespace(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantization", "dtype", "message"),
+    [
+        ({"device": "cuda"}, None, "float16", "device cuda"),
+        ({"json_model_override_args": '{"rope_theta": 1}'}, "fp8", "float16", "quantization fp8, json-model-override"),
+        ({}, None, "float8_e4m3fn", "a quantized cache, float8_e4m3fn"),
+    ],
+)
+def test_what_has_no_common_description_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], quantization: str | None, dtype: str, message: str
+) -> None:
+    found = common_of(server(tmp_path), None, "float16")
+    assert (found.layers, found.heads, found.dim, found.dtype) == (2, 2, 8, "float16")
+    with pytest.raises(UnsupportedError, match=f"description 'common' does not support SGLang's {message}"):
+        common_of(server(tmp_path, **changes), quantization, dtype)
+
+
+def request(params: Any, **asked: bool) -> Any:
+    """A request of SGLang's, with its ``custom_params``."""
+    extras = {"return_logprob": False, "return_hidden_states": False, "return_sampling_mask": False, **asked}
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params), **extras)
+
+
+def test_the_first_token_of_a_request_that_another_engine_has_prefilled() -> None:
+    assert first_token(request({FIRST_TOKEN: 345})) == 345
+    for none in (None, {}, {"other": 1}, {FIRST_TOKEN: None}):
+        assert first_token(request(none, return_logprob=True)) is None
+    for wrong in (True, -1, 1 << 31, 1.0, "345", [3]):
+        with pytest.raises(RemoteProtocolError, match=f"{FIRST_TOKEN} .* is no token"):
+            first_token(request({FIRST_TOKEN: wrong}))
+    with pytest.raises(UnsupportedError, match="return_logprob, return_hidden_states of a token"):
+        first_token(request({FIRST_TOKEN: 345}, return_logprob=True, return_hidden_states=True))

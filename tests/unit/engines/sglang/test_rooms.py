@@ -226,7 +226,7 @@ def test_a_prompt_of_unknown_length_is_refused(pair: Pair) -> None:
     room.init(0)
     room.send_metadata(np.array([4, 5, 6], np.int32), 0)
     wait(lambda: room.poll() is Poll.FAILED, lambda: str(room.poll()))
-    with pytest.raises(UnsupportedError, match="has not told how many tokens"):
+    with pytest.raises(UnsupportedError, match="has not told which prompt"):
         room.failure_exception()
     wait(lambda: p.over(1), lambda: str(p.ended))
 
@@ -392,7 +392,7 @@ def test_a_request_that_cannot_be_sent_fails_alone(pair: Pair) -> None:
     request = d.add(1, prompt(9))
     wait(lambda: settled(p, d, 1) or bool(p.inflight) or bool(p.waiting) or bool(d.transfer), lambda: "the transfer")
     other = ReceiverRoom(d.sides[0], "127.0.0.1:8998", 2)
-    other.asked(8, None)
+    other.asked(prompt(8), None)
     other.init(0)
     other.send_metadata(np.array([4, 4], np.int32), 99)
     wait(lambda: other.poll() is Poll.FAILED, lambda: str(other.poll()))

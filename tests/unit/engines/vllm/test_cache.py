@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from disagg_kv.engines.common import CommonCache
 from disagg_kv.engines.model import model_digest
-from disagg_kv.engines.vllm.cache import LayerShape, pool_of
+from disagg_kv.engines.vllm.cache import LayerShape, common_pool_of, pool_of
 from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.ids import GroupId
 from disagg_kv.memory import PagedPool
@@ -127,3 +128,43 @@ def test_a_configuration_may_hold_what_json_does_not() -> None:
     assert model_digest("m", {"a": {"b", "c", "d"}}) == model_digest("m", {"a": frozenset(["d", "c", "b"])})
     assert model_digest("m", {"a": {"b", "c"}}) != model_digest("m", {"a": {"b", "d"}})
     assert model_digest("m", {"dtype": torch.float16}) != model_digest("m", {"dtype": torch.float32})
+
+
+COMMON = CommonCache(layers=1, heads=HEADS, dim=DIM, dtype="float16", rotation="rotated", model=b"m")
+
+
+def common_pool(tensor: torch.Tensor, layers: int = 1) -> PagedPool:
+    shapes = [LayerShape("layer 0", GroupId("kv"), HEADS, None, "")] * layers
+    return common_pool_of(COMMON, shapes, {"layer 0": tensor}, blocks=BLOCKS, block=BLOCK, tp=1, rank=0)[0]
+
+
+def test_k_and_v_of_the_cpu_backend_in_the_terms_that_engines_share() -> None:
+    """Layers may lie side by side in one allocation."""
+    tensor = torch.zeros(BLOCKS, 2, HEADS, BLOCK, 2 * DIM, dtype=torch.float16)[:, 1]
+    found = common_pool(tensor)
+    assert [plane.component for plane in found.site.planes] == ["k of head 0", "k of head 1", "v"]
+    found.view(1)[3, 2, 5] = 255  # [pages, tokens, elements, bytes]
+    found.view(2)[4, 1, 0] = 255  # [pages, tokens, heads, bytes]
+    halves = tensor.view(torch.int16).reshape(BLOCKS, HEADS, 2, BLOCK * DIM)
+    assert halves[3, 1, 0].reshape(DIM, BLOCK)[5, 2] == -1
+    assert (halves[4, 0, 1].reshape(BLOCK, DIM)[1] == -1).all()
+    assert int((tensor.view(torch.int16) == -1).sum()) == 1 + DIM
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(BLOCKS, HEADS, BLOCK, DIM, dtype=torch.float16),
+        torch.zeros(BLOCKS + 1, HEADS, BLOCK, 2 * DIM, dtype=torch.float16),
+        torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16),
+        torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM, dtype=torch.float16).transpose(1, 2),
+    ],
+)
+def test_a_tensor_of_another_model_or_order_has_no_common_description(tensor: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedError, match=r"description 'common': layer layer 0: a cache .* with strides"):
+        common_pool(tensor)
+
+
+def test_layers_that_config_json_does_not_have() -> None:
+    with pytest.raises(UnsupportedError, match="2 layers of vLLM, 1 in"):
+        common_pool(torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=torch.float16), layers=2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from disagg_kv.engines.common import KV
 from disagg_kv.engines.vllm.host import facts, refuse_layered
 from disagg_kv.errors import UnsupportedError
 from disagg_kv.ids import GroupId
@@ -177,3 +181,59 @@ def test_more_ranks_than_heads() -> None:
     """Each head is on several ranks."""
     found = facts(*configs(Model(heads=2), "P", tp=4), tiles=False)
     assert {layer.heads for layer in found.layers} == {2}
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 8, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def described(folder: Path, **given: Any) -> tuple[Any, Any]:
+    """Configurations of an instance of a model that is in ``folder``."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}))
+    vllm, cache = configs(Model(heads=4), "P", **given)
+    vllm.model_config.model = str(folder)
+    return vllm, cache
+
+
+def test_the_common_description_has_rows_of_a_token_and_no_facts_of_vllm(tmp_path: Path) -> None:
+    """Nothing in it depends on this instance."""
+    found = facts(*described(tmp_path), tiles=True, common=True)
+    assert (found.row, [(group.id, group.page_rows) for group in found.groups]) == (1, [(KV, 4)])
+    assert found.common is not None
+    assert (found.common.layers, found.common.heads, found.common.dim, found.common.dtype) == (3, 4, 8, "float16")
+    other = facts(*described(tmp_path, tp=2, block=8, blocks=7, caching=True), tiles=True, common=True)
+    assert found.common == other.common
+    assert facts(*described(tmp_path), tiles=True).common is None
+
+
+@pytest.mark.parametrize(
+    ("change", "tiles", "message"),
+    [
+        (_set("speculative_config", None), False, "GPU backends"),
+        (_spec(SlidingWindowSpec(4, 4, 6)), True, "caches of the kind SlidingWindowSpec"),
+        (_set("cache_config.cache_dtype", "fp8"), True, "a cache of fp8"),
+        (_set("model_config.quantization", "awq"), True, "quantization awq"),
+        (_set("model_config.hf_overrides", {"rope_theta": 1.0}), True, "hf_overrides"),
+        (_set("model_config.dtype", torch.bfloat16), True, None),
+        (_set("cache_config.cache_dtype", "float16"), True, None),
+    ],
+    ids=range(7),
+)
+def test_what_has_no_common_description_is_refused_by_name(
+    tmp_path: Path, change: Any, tiles: bool, message: str | None
+) -> None:
+    vllm, cache = described(tmp_path)
+    change(vllm, cache)
+    if message is None:
+        assert facts(vllm, cache, tiles=tiles, common=True).common is not None
+        return
+    with pytest.raises(UnsupportedError, match=f"description 'common' does not support vLLM's {message} yet"):
+        facts(vllm, cache, tiles=tiles, common=True)
+
+
+def test_several_groups_have_no_common_description(tmp_path: Path) -> None:
+    vllm, cache = configs(TWO_GROUPS, "P")
+    with pytest.raises(UnsupportedError, match="FullAttentionSpec, SlidingWindowSpec, several cache groups"):
+        facts(vllm, cache, tiles=True, common=True)

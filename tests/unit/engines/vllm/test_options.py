@@ -26,11 +26,12 @@ def test_every_option_is_taken() -> None:
     given: dict[str, Any] = {
         "strategy": "staged+layer_pipelined", "transport": "shm", "channel": "zmq", "listen": "tcp://10.0.0.1:0",
         "rendezvous": "tcp://host:1", "keys": "secret,allowed", "staging_bytes": 1 << 20, "verify": "full",
-        "silence_s": 5, "metrics": "0.0.0.0:9100", "status_socket": True,
+        "silence_s": 5, "description": "common", "metrics": "0.0.0.0:9100", "status_socket": True,
     }  # fmt: skip
     options = ConnectorOptions.of(given)
     assert {name: getattr(options, name) for name in given} == given
     assert options.layered
+    assert options.common
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,8 @@ def test_every_option_is_taken() -> None:
         ({"staging_bytes": 1}, "staging_bytes"),
         ({"staging_bytes": "64M"}, "staging_bytes"),
         ({"verify": "always"}, "verify 'always'"),
+        ({"description": "all"}, "description 'all'.*common, own"),
+        ({"description": True}, "description"),
         ({"silence_s": 0}, "silence_s"),
         ({"silence_s": "soon"}, "silence_s"),
         ({"metrics": 9100}, "metrics"),

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.engines.vllm.params import Origin, prompt_tag, transfer_id
+from disagg_kv.engines.model import prompt_tag
+from disagg_kv.engines.vllm.params import Origin, transfer_id
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.rendezvous import Source
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from disagg_kv.engines.model import prompt_tag
 from disagg_kv.engines.vllm import scheduler
-from disagg_kv.engines.vllm.params import Origin, prompt_tag
+from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.scheduler import BlockGroup, SchedulerSide, rows, tag_of
 from disagg_kv.engines.vllm.work import Declined, StepWork
 from disagg_kv.errors import RemoteProtocolError
@@ -130,10 +131,11 @@ def test_the_response_names_the_transfer() -> None:
     one = side()
     request = prefill(one)
     build(one, request, 10, [1, 2, 3])
-    request.status = Status.FINISHED_LENGTH_CAPPED
+    request.status, request.outputs = Status.FINISHED_LENGTH_CAPPED, 1
     keep, params = one.finished(request)
     assert keep
     assert params is not None
+    assert params["first_token"] == 1
     origin = Origin.of(params)
     assert origin.source == Source("P", ("inproc://0", "inproc://1"))
     assert origin.transfer.startswith("r-")
