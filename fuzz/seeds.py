@@ -35,7 +35,7 @@ def hello(role: str, shards: list[Shard], rank: int, page_size: int = 4) -> Hell
         pid=1, started=1, born=1, spec=spec_to_wire(SPEC), shards=tuple(shard_to_wire(s) for s in shards),
         site=site_to_wire(site), regions=tuple(range(len(site.buffers))), transport="inproc",
         descriptor=encode(Descriptor("inproc", Peer(bytes(16)))), paths=(("direct", 1), ("slice", 1), ("staged", 1)),
-        slot_bytes=4096, ring_region=0, ring_bytes=1 << 16, lease_bytes=1 << 13,
+        conversions=(), slot_bytes=4096, ring_region=0, ring_bytes=1 << 16, lease_bytes=1 << 13,
     )  # fmt: skip
 
 

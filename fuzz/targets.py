@@ -23,6 +23,7 @@ from disagg_kv.ids import Rank, RoomId
 from disagg_kv.planning import EVERY, Limits, Writes
 from disagg_kv.protocol import Codec, Hello
 from disagg_kv.protocol import frames as f
+from disagg_kv.protocol.runs import numbers_from_runs
 from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
 from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.strategies import Job, TransferPlanner, paths
@@ -149,7 +150,7 @@ def _post(path: TransferPlanner, job: Job, hello: Hello) -> None:
     with suppress(DisaggKVError):
         writes = path.send(job)
         if isinstance(writes, Writes):
-            sizes = np.array(hello.site.buffers, np.int64)
+            sizes = np.array(numbers_from_runs(hello.site.buffers), np.int64)
             assert (writes.nbytes > 0).all()
             assert (writes.remote_off >= 0).all()
             assert (writes.remote_off + writes.nbytes <= sizes[writes.remote]).all(), "outside of the peer's memory"

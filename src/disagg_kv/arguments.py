@@ -103,6 +103,24 @@ def counts(
     return tuple(count(item, name, least=least, error=error) for item in items)
 
 
+def reals(value: object, name: str, error: type[ConfigurationError] = ConfigurationError) -> tuple[float, ...]:
+    """Floats from a list, an array or another iterable; see :func:`real`.
+
+    Raises:
+        ConfigurationError: (or ``error``) no iterable, or an invalid item.
+    """
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        raise wrong(name, value, "a list of numbers is needed", error)
+    try:
+        items = tuple(value.tolist() if isinstance(value, np.ndarray) else value)
+    except Exception as exc:
+        raise wrong(name, value, "a list of numbers is needed", error) from exc
+    try:
+        return tuple(real(item, name) for item in items)
+    except ConfigurationError as exc:
+        raise error(str(exc)) from exc
+
+
 def seconds(value: object, name: str, *, zero: bool = False) -> float:
     """A finite time in seconds, positive (or zero, if ``zero`` is True).
 

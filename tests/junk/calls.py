@@ -554,9 +554,9 @@ PLANE = {"layer": 0, "component": "k", "group": KV, "buffer": 0, "offset": 0, "p
          "unit_stride": 1}  # fmt: skip
 plain("Plane.__init__", Plane, PLANE, **{n: "text" if n in ("component", "group") else "integer" for n in PLANE})
 SITE = {"spec": SPEC, "shard": shard(SPEC), "groups": [Group(KV, 4, 4)], "planes": _pool().site.planes,
-        "buffers": [4096], "overlaid": False}  # fmt: skip
+        "buffers": [4096], "overlaid": False, "conversions": []}  # fmt: skip
 plain("Site.__init__", Site, SITE, spec="thing", shard="thing", groups="things", planes="things", buffers="ids",
-      overlaid="flag")  # fmt: skip
+      overlaid="flag", conversions="things")  # fmt: skip
 covers("Site.check_owners", tables="tables")(
     lambda bench: (evolve(_pool().site, overlaid=True).check_owners, {"tables": [PageTable(KV, [0, 1])]})
 )
@@ -566,9 +566,10 @@ covers("Site.first_rows", start="count", stop="count or none")(
 )
 covers("Site.page_rows", plane="thing")(lambda bench: (_pool().site.page_rows, {"plane": _pool().site.planes[0]}))
 COMPONENT = {"name": "k", "dtype": "float16", "units": 1, "unit_bytes": 2, "tokens_per_row": 1, "rows": 0,
-             "window": None, "format": "plain"}  # fmt: skip
+             "window": None, "format": "plain", "scales": [], "scaled_by": None}  # fmt: skip
 plain("Component.__init__", Component, COMPONENT, name="text", dtype="thing", units="count", unit_bytes="count",
-      tokens_per_row="count", rows="count", window="count or none", format="text")  # fmt: skip
+      tokens_per_row="count", rows="count", window="count or none", format="text", scales="things",
+      scaled_by="thing or none")  # fmt: skip
 K = Component("k", "float16", 1, 2)
 plain("CacheSpec.__init__", CacheSpec, {"layers": {0: [K]}, "model": b""}, layers="mapping", model="long octets")
 plain("CacheSpec.uniform", CacheSpec.uniform, {"num_layers": 2, "components": [K], "model": b""}, num_layers="count",
@@ -578,6 +579,7 @@ plain("CacheSpec.kv", CacheSpec.kv, {"num_layers": 2, "kv_heads": 2, "head_dim":
       dtype="thing", v_head_dim="count or none", v_dtype="thing or none", model="long octets")  # fmt: skip
 plain("CacheSpec.mla", CacheSpec.mla, {"num_layers": 2, "latent_dim": 4, "dtype": "float16", "model": b""},
       num_layers="count", latent_dim="count", dtype="thing", model="long octets")  # fmt: skip
+plain("CacheSpec.cast", SPEC.cast, {"dtype": "bfloat16", "computed": False}, dtype="thing", computed="flag")
 plain("CacheSpec.component", SPEC.component, {"layer": 0, "name": "k"}, layer="count", name="any text")
 plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1), "ways": 1, "index": 0,
       "granule": 1}, component="text", layers="ids", units="ids", ways="count", index="count",

@@ -45,6 +45,8 @@ components = st.builds(
     rows=small,
     window=st.none() | small,
     format=names,
+    scales=st.lists(st.floats(width=32), max_size=3).map(tuple),
+    scaled_by=st.none() | names,
 )
 specs = st.builds(
     f.WireSpec,
@@ -90,6 +92,7 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
         transport=names,
         descriptor=st.binary(max_size=20),
         paths=st.lists(st.tuples(names, numbers), max_size=2).map(tuple),
+        conversions=st.lists(names, max_size=2).map(tuple),
         slot_bytes=numbers,
         ring_region=regions,
         ring_bytes=numbers,
@@ -157,7 +160,7 @@ def test_garbage_is_refused(data: bytes) -> None:
 @given(any_frame, st.integers(23, 2**31))
 def test_an_unknown_kind_of_frame_is_refused(frame: Frame, tag: int) -> None:
     fields = msgspec.msgpack.decode(codec.encode(frame))
-    with pytest.raises(RemoteProtocolError, match="not a frame of version 3"):
+    with pytest.raises(RemoteProtocolError, match="not a frame of version 4"):
         codec.decode(msgspec.msgpack.encode([tag, *fields[1:]]))
 
 
@@ -205,7 +208,7 @@ def introduction(**change: object) -> f.Hello:
     plain = f.Hello(
         src=bytes(16), dst=b"", version=1, address="a", role="decode", instance="i", rank=0, host="h", pid=1, started=1,
         born=1, spec=f.WireSpec(b"", (), ()), shards=(), site=f.WireSite((), (), ()), regions=(), transport="t",
-        descriptor=b"", paths=(), slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
+        descriptor=b"", paths=(), conversions=(), slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
     )  # fmt: skip
     return msgspec.structs.replace(plain, **change)
 
@@ -226,8 +229,9 @@ MANY = f.MAX_ENTRIES + 1
         {"regions": (1 << 31,)},
         {"descriptor": bytes(f.MAX_DESCRIPTOR + 1)},
         {"paths": (("p", 1),) * 257},
+        {"conversions": ("c",) * 257},
         {"address": "a" * 257},
-        {"spec": f.WireSpec(b"", ((),) * 257, ())},
+        {"spec": f.WireSpec(b"", ((),) * MANY, ())},
         {"spec": f.WireSpec(b"", (), ((0, 0),) * MANY)},
         {"spec": f.WireSpec(b"", (), ((f.MAX_ENTRIES, 0),))},
         {"site": f.WireSite((("g", 1, 1, None),) * 257, (), ())},
@@ -252,7 +256,7 @@ def test_the_page_ids_of_a_frame_are_bounded_together() -> None:
 
 
 def test_a_shard_that_names_a_layer_twice_is_refused() -> None:
-    spec = f.WireSpec(b"", ((f.WireComponent("k", "int8", 1, 1, 1, 0, None, "plain"),),), ((0, 0),))
+    spec = f.WireSpec(b"", ((f.WireComponent("k", "int8", 1, 1, 1, 0, None, "plain", (), None),),), ((0, 0),))
     with pytest.raises(RemoteProtocolError, match="names a layer twice"):
         shard_from_wire([msgspec.structs.replace(HOLDING, layers=((0, 1), (0, 1)))], spec_from_wire(spec))
 

@@ -13,6 +13,7 @@ from typing import Generic, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
@@ -30,6 +31,7 @@ from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.kernels import Kernels
+from disagg_kv.kernels.convert import reference
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool, bytes_of
 from disagg_kv.memory.paged import Layout
 from disagg_kv.protocol import Options, Phase, Verify
@@ -139,6 +141,33 @@ def put_states(pool: PagedPool, slot: PageTable, truth: Truth) -> None:
             pool.view(number)[slot.pages[0]] = truth[plane.layer, plane.component][:, units]
 
 
+def converted(truth: Truth, spec: CacheSpec, into: CacheSpec) -> Truth:
+    """A room's bytes in decode's cache: the specification of conversions, applied to whole components."""
+    found: dict[tuple[int, str], Bytes] = {}
+    for layer, components in spec.layers.items():
+        theirs = {c.name: c for c in into.layers[layer]}
+        for c in components:
+            cells = torch.from_numpy(truth[layer, c.name])
+            wanted = theirs.get(c.name)
+            if wanted is None or wanted.dtype == c.dtype:
+                found[layer, c.name] = cells.numpy()
+                continue
+            x, scales = reference.to_float32(cells, c.dtype), None
+            if wanted.scaled_by is not None:
+                scales = reference.scales_of(x, wanted.dtype)
+                found[layer, wanted.scaled_by] = scales.unsqueeze(-1).view(torch.uint8).numpy()
+            elif wanted.scales:
+                scales = torch.tensor(wanted.scales).expand(c.units)
+            if scales is not None:
+                x = x * (1 / scales).unsqueeze(-1)
+            elif c.scaled_by is not None:
+                x = x * reference.to_float32(torch.from_numpy(truth[layer, c.scaled_by]), "float32")
+            elif c.scales:
+                x = x * torch.tensor(c.scales).expand(c.units).unsqueeze(-1)
+            found[layer, c.name] = reference.rounded(x, wanted.dtype).numpy()
+    return {key: cells for key, cells in found.items() if key[1] in into.names()}
+
+
 @define(eq=False)
 class Member(Generic[E]):
     """One rank: its endpoint and what its engine knows."""
@@ -204,13 +233,22 @@ class Rig:
     """A network of endpoints.
 
     Args:
-        spec: the cache of all of them.
+        spec: the cache of all of them, or of prefill alone.
+        decoded: decode's cache, where it is another.
         threaded: True: endpoints run by themselves and time is real. False: ``turn`` turns them.
         options: of all of them.
     """
 
-    def __init__(self, spec: CacheSpec, *, threaded: bool = False, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        threaded: bool = False,
+        options: Options | None = None,
+        decoded: CacheSpec | None = None,
+    ) -> None:
         self.spec = spec
+        self.decoded = decoded or spec
         self.threaded = threaded
         self.options = options or Options()
         self.clock = FakeClock(1.0)
@@ -239,7 +277,7 @@ class Rig:
         for rank in range(len(shards)) if only is None else only:
             transport, observer = of.transport(), Recorder()
             channel = of.channel(InprocChannel(self.hub, f"{at or name}{rank}"))
-            pool = self._pool(shards[rank], of, transport)
+            pool = self._pool(self.spec, shards[rank], of, transport)
             endpoint = PrefillEndpoint(
                 pool,
                 transport=transport,
@@ -274,7 +312,7 @@ class Rig:
         for rank in range(len(shards)) if only is None else only:
             transport, observer = of.transport(), Recorder()
             channel = of.channel(InprocChannel(self.hub, f"{at or name}{rank}"))
-            pool = self._pool(shards[rank], of, transport)
+            pool = self._pool(self.decoded, shards[rank], of, transport)
             endpoint = DecodeEndpoint(
                 pool,
                 transport=transport,
@@ -296,15 +334,15 @@ class Rig:
             return Environment(life=life)
         return Environment(clock=self.clock, sleep=_no_sleep, thread=False, life=life)
 
-    def _pool(self, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
-        pool = of.pool(self.spec, held, of) if of.pool else self._paged(held, of, transport)
+    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
+        pool = of.pool(spec, held, of) if of.pool else self._paged(spec, held, of, transport)
         for buffer in pool.buffers:
             bytes_of(buffer)[:] = POISON
         return pool
 
-    def _paged(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+    def _paged(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> PagedPool:
         return PagedPool.allocate(
-            self.spec,
+            spec,
             held,
             pages=of.pages,
             page_size=of.page_size,
@@ -399,7 +437,9 @@ class Rig:
     ) -> Request:
         """An attempt of a request from one instance to another."""
         room = attempt_id(RoomId(name.encode()), attempt)
-        return Request(self, room, prefills, decodes, rows, Source(of), self.truth(rows))
+        truth = self.truth(rows)
+        into = truth if self.decoded == self.spec else converted(truth, self.spec, self.decoded)
+        return Request(self, room, prefills, decodes, rows, Source(of), truth, into)
 
 
 @define(eq=False)
@@ -413,6 +453,7 @@ class Request:
     rows: int
     source: Source
     truth: Truth
+    into: Truth
     sends: list[DeliveryHandle] = field(factory=list)
     receives: list[ReceptionHandle] = field(factory=list)
     given: dict[int, list[PageTable]] = field(factory=dict)
@@ -464,7 +505,7 @@ class Request:
         self.slots = [m.state() for m in self.decodes]
         for m, handle, table, state in zip(self.decodes, self.receives, self.taken, self.slots, strict=True):
             for pool in (m.pool, m.want):
-                put(pool, table, 0, held, self.truth)
+                put(pool, table, 0, held, self.into)
             skip = 0 if whole else held // m.page_size
             given = m.pages(PageTable(KV, table.pages[skip:], skip * m.page_size))
             rows = {t.group: held for t in given}
@@ -530,9 +571,9 @@ class Request:
         """Decode's pools should hold these rows."""
         slots = self.slots or [[] for _ in self.decodes]
         for member, table, state in zip(self.decodes, self.taken, slots, strict=True):
-            put(member.want, table, start, stop, self.truth, windows=self.known)
+            put(member.want, table, start, stop, self.into, windows=self.known)
             for slot in state:
-                put_states(member.want, slot, self.truth)
+                put_states(member.want, slot, self.into)
 
     def failed(self) -> Request:
         """Wait until all ranks have failed and released their pages."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from types import NoneType
+from typing import Literal
 
 import attrs
 import numpy as np
@@ -76,6 +78,32 @@ class Plane:
             # Signs and sizes are checked with the site.
             least, value = -arguments.MOST, getattr(self, name)
             object.__setattr__(self, name, arguments.count(value, f"plane: {name}", least=least, error=GeometryError))
+
+
+Rule = Literal["given", "computed", "scales", "read"]
+"""How numbers are scaled: by factors that are known, by the row's own scale, which is computed and whose reciprocal is
+the factor; the result may be that scale itself; or by a scale that is read from another plane."""
+
+
+@frozen
+class PlaneConversion:
+    """How the bytes of a plane come from bytes in other numbers, which lie where the plane says.
+
+    Args:
+        source, target: dtypes, a pair of :data:`.formats.CONVERSIONS`. The target of ``"scales"`` is that of the
+            numbers which they scale.
+        unit_bytes: of a unit in memory.
+        rule: how numbers are scaled.
+        factors: of ``"given"``: what numbers are multiplied by, as float32: none, one, or one per unit of the plane.
+        scales: of ``"read"``: the plane of the pool that has a float32 scale per row and unit.
+    """
+
+    source: str
+    target: str
+    unit_bytes: int
+    rule: Rule
+    factors: tuple[float, ...] = ()
+    scales: Plane | None = None
 
 
 LAST_PAGE = 2**31 - 1
@@ -183,6 +211,14 @@ def _planes(planes: Iterable[Plane]) -> tuple[Plane, ...]:
     return arguments.several(planes, "planes", Plane, GeometryError)
 
 
+def _conversions(conversions: Sequence[PlaneConversion | None]) -> tuple[PlaneConversion | None, ...]:
+    if not isinstance(conversions, list | tuple) or any(
+        type(c) not in (PlaneConversion, NoneType) for c in conversions
+    ):
+        raise arguments.wrong("conversions", conversions, "a list of PlaneConversion or None is needed", GeometryError)
+    return tuple(conversions)
+
+
 def _buffers(buffers: Iterable[int]) -> tuple[int, ...]:
     return arguments.counts(buffers, "buffers", least=1, error=GeometryError)
 
@@ -199,6 +235,8 @@ class Site:
         buffers: bytes of each buffer that planes refer to.
         overlaid: the groups share one space of page ids: a page belongs to one group at a time, so planes of different
             groups may share bytes, page by page. It does not cross the wire: a peer needs only the page tables.
+        conversions: of a pool that is read as another cache (:func:`.conversion.read_as`): for each plane how its
+            bytes come from those in memory, None: they are the same; else empty. It does not cross the wire.
     """
 
     spec: CacheSpec
@@ -207,6 +245,7 @@ class Site:
     planes: tuple[Plane, ...] = field(converter=_planes)
     buffers: tuple[int, ...] = field(converter=_buffers)
     overlaid: bool = False
+    conversions: tuple[PlaneConversion | None, ...] = field(default=(), converter=_conversions)
 
     def __attrs_post_init__(self) -> None:
         arguments.one(self.spec, "site: spec", CacheSpec)

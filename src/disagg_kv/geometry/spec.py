@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 
-from attrs import field, frozen
+import numpy as np
+from attrs import evolve, field, frozen
 
 from .. import arguments
 from ..errors import GeometryError
 from ..ids import LayerId
+from .formats import CONVERSIONS, LEAST_SCALE, SCALED
 
 ITEM_BYTES: Mapping[str, int] = {
     "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -61,6 +64,13 @@ def window_rows(tokens: int, tokens_per_row: int) -> int:
     return 1 - (1 - tokens) // tokens_per_row
 
 
+def _scales(scales: Iterable[float]) -> tuple[float, ...]:
+    """The float32 nearest to each."""
+    given = arguments.reals(scales, "scales", GeometryError)
+    with np.errstate(over="ignore"):
+        return tuple(float(np.float32(scale)) for scale in given)
+
+
 MOST_LAYERS = 65_536
 """Layers of a model that a frame can describe."""
 
@@ -83,6 +93,9 @@ class Component:
         rows: rows of a state, else 0. A slot of a state's group has this number of its rows.
         window: decode needs only the last ``window`` tokens; None: all.
         format: the arrangement of bytes inside a unit; two sides with different formats are refused.
+        scales: of a float8 dtype: what stored numbers are multiplied with, as float32: one for all units, or one per
+            unit; none: 1. An engine's calibrated ``k_scale`` and ``v_scale`` are such scales.
+        scaled_by: of a float8 dtype: the component of the same layers that has a float32 scale for every row and unit.
     """
 
     name: str
@@ -93,6 +106,8 @@ class Component:
     rows: int = 0
     window: int | None = None
     format: str = "plain"
+    scales: tuple[float, ...] = field(default=(), converter=_scales)
+    scaled_by: str | None = None
 
     def __attrs_post_init__(self) -> None:
         where = f"component {arguments.shown(self.name)}"
@@ -113,6 +128,24 @@ class Component:
             raise GeometryError(f"component {self.name!r}: window {self.window} must be at least 1 token")
         if self.window is not None and self.rows:
             raise GeometryError(f"component {self.name!r}: a state has no tokens, so it cannot have a window of them")
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        where = f"component {self.name!r}"
+        if self.scaled_by is not None:
+            arguments.text(self.scaled_by, f"{where}: scaled_by", least=1, most=256)
+        if not self.scales and self.scaled_by is None:
+            return
+        if self.dtype not in SCALED or self.rows:
+            what = "a state" if self.rows else self.dtype
+            raise GeometryError(f"{where}: {what} has no scales; components of {' and '.join(SCALED)} may have them")
+        if self.scales and self.scaled_by is not None:
+            raise GeometryError(f"{where}: scales are given, and scaled_by names {self.scaled_by!r}: one or the other")
+        if len(self.scales) not in (0, 1, self.units):
+            raise GeometryError(f"{where}: {len(self.scales)} scales for {self.units} units: give one, or one per unit")
+        for unit, scale in enumerate(self.scales):
+            if not LEAST_SCALE <= scale < math.inf:
+                raise GeometryError(f"{where}: scale {unit} is {scale}; it must be finite, and at least {LEAST_SCALE}")
 
     @property
     def extent(self) -> Extent:
@@ -129,6 +162,22 @@ def _freeze(
         layer = LayerId(arguments.count(given, "layers: layer", most=MOST_LAYERS - 1, error=GeometryError))
         found[layer] = arguments.several(components, f"layer {layer}", Component, GeometryError)
     return {layer: found[layer] for layer in sorted(found)}
+
+
+def _check_scaled(layer: LayerId, component: Component, components: tuple[Component, ...]) -> None:
+    """Raise a GeometryError unless the component's scales are there, a float32 for every row and unit."""
+    if component.scaled_by is None:
+        return
+    where = f"layer {layer}, {component.name!r}: scaled_by {component.scaled_by!r}"
+    for scale in components:
+        if scale.name == component.scaled_by:
+            wanted = Component(
+                scale.name, "float32", component.units, 4, component.tokens_per_row, window=component.window
+            )
+            if scale != wanted:
+                raise GeometryError(f"{where} must be {wanted}, not {scale}")
+            return
+    raise GeometryError(f"{where}: there is no such component; there are {[c.name for c in components]}")
 
 
 def _items(layers: Mapping[LayerId, tuple[Component, ...]]) -> tuple[tuple[LayerId, tuple[Component, ...]], ...]:
@@ -157,6 +206,8 @@ class CacheSpec:
             names = [c.name for c in components]
             if not names or len(set(names)) != len(names):
                 raise GeometryError(f"layer {layer}: needs components with distinct names, has {names}")
+            for component in components:
+                _check_scaled(layer, component, components)
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -204,6 +255,39 @@ class CacheSpec:
         latent_dim = arguments.count(latent_dim, "latent_dim", least=1, error=GeometryError)
         latent = Component("latent", dtype, 1, latent_dim * item_bytes(dtype))
         return cls.uniform(num_layers, (latent,), model)
+
+    def cast(self, dtype: str, *, computed: bool = False) -> CacheSpec:
+        """The same cache in another dtype, where a conversion to it exists; states and other dtypes stay as they are.
+
+        Scales of the components that change are left out. For calibrated scales, evolve the result's components.
+
+        Args:
+            dtype: for example ``"float8_e4m3fn"``.
+            computed: with a component of scales, ``"k_scale"`` for ``"k"``: one per row and unit; only to a float8
+                dtype.
+
+        Raises:
+            GeometryError: an unknown dtype, or one that has no scales.
+        """
+        size = item_bytes(dtype)
+        if arguments.flag(computed, "computed") and dtype not in SCALED:
+            raise GeometryError(f"{dtype} has no scales; {' and '.join(SCALED)} may have them")
+        layers: dict[LayerId, list[Component]] = {}
+        for layer, components in self.layers.items():
+            used = {c.scaled_by for c in components if (c.dtype, dtype) in CONVERSIONS}
+            of = layers[layer] = []
+            for c in components:
+                if c.name in used:
+                    continue
+                if (c.dtype, dtype) not in CONVERSIONS or c.rows or c.tokens_per_row != 1 or c.format != "plain":
+                    of.append(c)
+                    continue
+                name, nbytes = f"{c.name}_scale", c.unit_bytes // item_bytes(c.dtype) * size
+                scaled_by = name if computed else None
+                of.append(evolve(c, dtype=dtype, unit_bytes=nbytes, scales=(), scaled_by=scaled_by))
+                if computed:
+                    of.append(Component(name, "float32", c.units, 4, window=c.window))
+        return CacheSpec(layers, self.model)
 
     def component(self, layer: LayerId, name: str) -> Component:
         """The component of that name in that layer.

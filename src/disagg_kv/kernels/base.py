@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -111,6 +111,25 @@ class SupportsStreams(Protocol):
     def orders(self, event: Event) -> bool:
         """Whether ``gather(..., after=event)`` returns at once, whenever the event happens."""
         ...
+
+
+@runtime_checkable
+class SupportsConversions(Protocol):
+    """Kernels that read a pool as a cache of another spec (:class:`~disagg_kv.memory.ConvertedPool`).
+
+    They give ``gather``, ``checksum`` and the source of ``copy`` the bytes of that cache: ``site.conversions`` says for
+    each plane how. The rules are those of :mod:`disagg_kv.geometry.formats`; equal rules make equal bytes.
+    """
+
+    @property
+    def conversions(self) -> Collection[str]:
+        """Names of the conversions they know, of :data:`~disagg_kv.geometry.CONVERSION_NAMES`."""
+        ...
+
+
+def converts(pool: PagedMemory) -> bool:
+    """Whether a pool is read as another cache."""
+    return bool(pool.site.conversions)
 
 
 class Prepared(Protocol):

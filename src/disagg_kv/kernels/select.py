@@ -12,12 +12,12 @@ import numpy as np
 from attrs import evolve
 
 from .. import arguments
-from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
-from ..geometry import CacheSpec, PageTable, shard
+from ..errors import IntegrityError, MissingDependencyError, UnknownNameError, UnsupportedError
+from ..geometry import CONVERSION_NAMES, CacheSpec, PageTable, shard
 from ..ids import GroupId
 from ..memory import U8, Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from ..planning import PageCopy, StagedLayout
-from .base import Checksums, Kernels, Move, PageMove, Pages, Prepared, PreparedGather
+from .base import Checksums, Kernels, Move, PageMove, Pages, Prepared, PreparedGather, converts
 from .checksum import cpu as checksum_cpu
 from .copy import cpu as copy_cpu
 from .gather import cpu as gather_cpu
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("disagg_kv")
 
+NO_COPY = "kernels 'triton' do not convert in a copy from pages to pages"
+
 
 class ReferenceKernels:
     """The specification, in torch, on the CPU or a GPU; slow."""
 
     name = "reference"
+    conversions = CONVERSION_NAMES
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
@@ -83,6 +86,7 @@ class CpuKernels:
     """NumPy on one core."""
 
     name = "cpu"
+    conversions = CONVERSION_NAMES
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
@@ -117,6 +121,7 @@ class TritonKernels:
     """
 
     name = "triton"
+    conversions = CONVERSION_NAMES
 
     def __init__(self, programs: int | None = None) -> None:
         if programs is not None:
@@ -125,7 +130,12 @@ class TritonKernels:
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
         """Enqueue the copy of pages into staging behind ``after``; the event of its end."""
-        return _launcher("gather")(pool, moves, staging, after)
+        launcher = _launcher("gather")
+        if converts(pool):
+            from .triton_convert import gather
+
+            return gather(launcher, pool, moves, staging, after)
+        return launcher(pool, moves, staging, after)
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Enqueue the copy of staging into pages; the event of its end."""
@@ -134,6 +144,8 @@ class TritonKernels:
     def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
         """Enqueue the copy of pages into pages behind ``after``; the event of its end."""
         _launcher("gather")  # what is missing is said there
+        if any(converts(move.source.pool) for move in moves):
+            raise UnsupportedError(NO_COPY)
         return _copier(self._programs)(moves, after)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
@@ -141,12 +153,16 @@ class TritonKernels:
         return _launcher("scatter").prepare(pool, moves, staging)
 
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
-        """Write the table of a gather."""
-        return _launcher("gather").prepare(pool, moves, staging, moved=True)
+        """Write the table of a gather; None for one that converts, which is several launches."""
+        return None if converts(pool) else _launcher("gather").prepare(pool, moves, staging, moved=True)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Enqueue the sums behind ``after``, and their copy to the host."""
         _launcher("gather")  # what is missing is said there
+        if converts(pool):
+            from .triton_convert import checksum
+
+            return checksum(_summer(), pool, moves, after)
         return _summer()(pool, moves, after)
 
     def orders(self, event: Event) -> bool:
@@ -163,6 +179,8 @@ class TritonKernels:
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
         """Compile the copy between two pools, and upload their tables."""
         _launcher("gather")
+        if converts(source):
+            raise UnsupportedError(NO_COPY)
         _copier(self._programs).warm(source, target)
 
 

@@ -13,6 +13,7 @@ from .base import Move, PageMove
 from .checksum.mixing import U64
 from .triton_copies import CopyCall, CopyPatterns, PoolWords
 from .triton_kernels import ELEMENTS, Launchable, Tuning
+from .triton_kinds import Kind, filled
 from .triton_tables import Call, Planes, Shape
 
 
@@ -22,11 +23,13 @@ class Interpreter:
     Args:
         kernel: one of :data:`.triton_kernels.OPS`.
         tuning: how a call is cut into programs.
+        kind: of the conversion, if the kernel converts.
     """
 
-    def __init__(self, kernel: Launchable, tuning: Tuning) -> None:
+    def __init__(self, kernel: Launchable, tuning: Tuning, kind: Kind | None = None) -> None:
         self._kernel = kernel
         self._tuning = tuning
+        self._kind = kind
 
     def move(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Gather or scatter, once ``after`` has happened."""
@@ -36,7 +39,7 @@ class Interpreter:
             after.synchronize()
         if call.entries:
             words = np.zeros(call.words, np.int64)
-            shape = call.write(words, words.ctypes.data, staging.addr, self._tuning.tile_bytes)
+            shape = filled(call, words, words.ctypes.data, staging.addr, self._tuning.tile_bytes, self._kind)
             self._run(planes, words, call.entries * shape.tiles, shape)
 
     def sums(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
@@ -48,7 +51,8 @@ class Interpreter:
         if not call.entries:
             return np.zeros(0, np.uint64)
         words = np.zeros(call.words + call.entries, np.int64)
-        shape = call.write_sums(words, words.ctypes.data, first, self._tuning.tile_bytes)
+        numbers = None if self._kind is None else self._kind.numbers
+        shape = call.write_sums(words, words.ctypes.data, first, self._tuning.tile_bytes, numbers)
         self._run(planes, words, call.entries * shape.tiles, shape)
         return words[call.words :].view(np.uint64)
 
@@ -77,4 +81,7 @@ class Interpreter:
     def _launch(self, tables: Sequence[I64], counts: Sequence[int], programs: int, shape: Shape) -> None:
         if programs:
             constants = ELEMENTS[shape.element_bytes], shape.aligned, shape.pieces, shape.columns
-            self._kernel[(programs,)](*map(torch.from_numpy, tables), *counts, *constants)
+            more = () if self._kind is None else self._kind.constants
+            # NumPy warns of what a conversion rounds to infinity, or of NaN.
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._kernel[(programs,)](*map(torch.from_numpy, tables), *counts, *constants, *more)

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from ..errors import MissingDependencyError
 from .checksum.triton import checksum
+from .convert.triton import checksum_converted, gather_converted
 from .copy.triton import copy
 from .gather.triton import gather
 from .scatter.triton import scatter
@@ -45,6 +46,8 @@ TUNED = {
     "scatter": Tuning(neighbours_together=True),
     "copy": Tuning(tile_bytes=32768, warps=16, programs=1),
     "checksum": Tuning(tile_bytes=8192),
+    "gather_converted": Tuning(tile_bytes=8192, warps=4),
+    "checksum_converted": Tuning(tile_bytes=8192, warps=4),
 }
 """Writing short runs far apart costs more than reading them so; more rows share what a checksum's keys cost. A copy
 leaves the GPU to the model as far as it can: large tiles fill a link between GPUs with few programs."""
@@ -111,4 +114,11 @@ def check_launcher(compiled: Compiled) -> Compiled:
     return compiled
 
 
-OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "copy": copy, "checksum": checksum}
+OPS: dict[str, Launchable] = {
+    "gather": gather,
+    "scatter": scatter,
+    "copy": copy,
+    "checksum": checksum,
+    "gather_converted": gather_converted,
+    "checksum_converted": checksum_converted,
+}

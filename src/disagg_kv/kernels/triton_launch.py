@@ -16,6 +16,7 @@ from .base import Move
 from .cuda_queue import CudaQueue, Mark
 from .triton_interpreter import Interpreter
 from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Compiled, Tuning, check_launcher
+from .triton_kinds import Kind, filled
 from .triton_pool_tables import PoolTables
 from .triton_slots import ArgumentSlot, ArgumentSlots
 from .triton_tables import ENTRY, Call, Shape, shapes
@@ -117,12 +118,15 @@ class Host:
     Args:
         name: of :data:`OPS`.
         tuning: how the work is cut; None: as :data:`TUNED` says.
+        kind: of the conversion, if the kernel converts.
     """
 
-    def __init__(self, name: str, tuning: Tuning | None = None) -> None:
+    def __init__(self, name: str, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
         self._kernel = OPS[name]
         self._tuning = tuning or TUNED[name]
-        self._interpreter = Interpreter(self._kernel, self._tuning)
+        self._kind = kind
+        self._more: tuple[int | float | str | bool, ...] = () if kind is None else kind.constants
+        self._interpreter = Interpreter(self._kernel, self._tuning, kind)
         self._contexts: dict[str, LaunchContext] = {}
         self._lock = threading.Lock()
 
@@ -160,7 +164,7 @@ class Host:
         queue, on = context.queue, call.stream.cuda_stream
         constants = shape.aligned, shape.pieces, shape.columns
         compiled = context.compiled.get(constants)
-        args = *call.counts, ELEMENTS[shape.element_bytes], *constants
+        args = *call.counts, ELEMENTS[shape.element_bytes], *constants, *self._more
         with queue:
             call.upload()
             awaited = behind(queue, on, after)
@@ -195,7 +199,7 @@ class Host:
         if constants in context.compiled:
             return
         with COMPILING:
-            typed = *args, ELEMENTS[shape.element_bytes], *constants
+            typed = *args, ELEMENTS[shape.element_bytes], *constants, *self._more
             compiled = self._kernel.warmup(*typed, grid=(1,), num_warps=self._tuning.warps)
             # What is not loaded yet would be at the first call, which may wait for the GPU.
             compiled[1, 1, 1]
@@ -284,7 +288,7 @@ class Launcher(Host):
         if slot is None:
             return None
         try:
-            shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes)
+            shape = filled(call, slot.words, slot.addr, staging.addr, self._tuning.tile_bytes, self._kind)
         except Exception:
             context.slots.give(slot, slot.event)
             raise

@@ -13,6 +13,7 @@ from ..memory import Event, MemoryPool
 from .base import Checksums, Move
 from .checksum.mixing import U64, places
 from .triton_kernels import Tuning
+from .triton_kinds import Kind
 from .triton_launch import Host, written
 from .triton_tables import Call
 
@@ -20,8 +21,8 @@ from .triton_tables import Call
 class ChecksumLauncher(Host):
     """Checksums on GPUs; see :class:`.triton_launch.Host`."""
 
-    def __init__(self, tuning: Tuning | None = None) -> None:
-        super().__init__("checksum", tuning)
+    def __init__(self, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
+        super().__init__("checksum" if kind is None else "checksum_converted", tuning, kind)
 
     def __call__(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None = None) -> Checksums:
         """Enqueue one launch for all ``moves`` behind ``after``; the sums are brought to the host when they are read.
@@ -50,7 +51,8 @@ class ChecksumLauncher(Host):
         sums = slice(call.words, call.words + call.entries)
         slot = context.slots.take(sums.stop)
         try:
-            shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
+            numbers = None if self._kind is None else self._kind.numbers
+            shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes, numbers)
         except Exception:
             context.slots.give(slot, slot.event)
             raise

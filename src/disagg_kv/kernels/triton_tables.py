@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -10,14 +11,18 @@ import numpy as np
 from attrs import frozen
 
 from ..errors import UnsupportedError
-from ..geometry import I32, I64, PageTable
+from ..geometry import I32, I64, PageTable, Plane
 from ..ids import GroupId
-from ..memory import PagedMemory
+from ..memory import PagedMemory, stored_bytes
 from ..planning import StagedLayout
 from .base import Move
 
 PLANE = 8
-"""Words of a plane: base, page stride, row stride, unit stride, rows per page, unit bytes, two unused."""
+"""Words of a plane: base, page stride, row stride, unit stride, rows per page, unit bytes; then those of conversions.
+
+Word 6: by given factors, the word of this table at which they begin, as bits of float32; by scales that are read, the
+number of their plane. Word 7: 1 if each unit has a factor of its own, 0 if all have the same.
+"""
 
 ENTRY = 8
 """Words of an entry: plane, first unit, units, first row, rows, address of the page ids, then what the kernel needs:
@@ -58,6 +63,15 @@ class Shape:
         return min(self.aligned, 8)
 
 
+@frozen
+class CellBytes:
+    """Numbers of a cell that is converted, and bytes of one of them in memory and afterwards."""
+
+    elements: int
+    source: int
+    target: int
+
+
 class Entries:
     """What calls for the same planes and units have in common, whatever their rows.
 
@@ -82,6 +96,11 @@ class Entries:
         self.runs = np.where(side_by_side, 1, units)
         self.longest = int(self.run_bytes.max())
         self.bits = int(np.bitwise_or.reduce(bits | self.run_bytes))
+        several = np.where(units > 1, unit_stride, 0)
+        self.cell_bits = int(np.bitwise_or.reduce(base | page_stride | row_stride | several | first_unit * unit_stride))
+        """Of the cells' addresses, whatever a cell's bytes."""
+        read = np.unique(plane).tolist() if planes.conversions else []
+        self.scales_bits = functools.reduce(int.__or__, map(planes.scales_bits, read), 0)
         self.words = np.zeros((len(plane), ENTRY), np.int64)
         self.words[:, 0], self.words[:, 1], self.words[:, 2] = plane, first_unit, units
         self.of = move * len(planes.groups) + planes.group[plane]
@@ -108,7 +127,8 @@ class Pattern:
         self.words[:, 3], self.words[:, 4], self.words[:, 6] = start[entries.order], rows, offset[entries.order]
         self.spans = [(int(a.min()), int(b.max())) for a, b in zip(starts, stops, strict=True)]
         """Per move the lowest and the highest row, counted from its first entry's first."""
-        self._bits = entries.bits | int(np.bitwise_or.reduce(offset))
+        self._offsets = int(np.bitwise_or.reduce(offset))
+        self._bits = entries.bits | self._offsets
         self._pieces = rows * entries.runs
         self._shapes: dict[tuple[int, int], Shape] = {}
 
@@ -128,6 +148,19 @@ class Pattern:
         columns = columns_of(int(unit_bytes.max()) // min(aligned, 8), elements)
         height = elements // columns
         return self._counted(Shape(aligned, height, columns, int((-(-cells // height)).max())), int(cells.max()))
+
+    def shape_of_cells(self, numbers: CellBytes, bits: int, tile_bytes: int) -> Shape:
+        """Tiles of whole cells, which are converted; ``bits``: of addresses in staging, or'ed, or 0."""
+        aligned = min(numbers.elements & -numbers.elements, 16)
+        for size, of in ((numbers.source, self.entries.cell_bits), (numbers.target, bits | self._offsets)):
+            aligned = min(aligned, (of & -of) // size if of else aligned)
+        if self.entries.scales_bits % 4:
+            aligned = 0
+        columns = 1 << (numbers.elements - 1).bit_length()
+        height = max(1, tile_bytes // (columns * numbers.source))
+        cells = self.words[:, 4] * self.words[:, 2]
+        shape = Shape(2 * aligned or 1, height, columns, int((-(-cells // height)).max()))
+        return self._counted(shape, int(cells.max()))
 
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
         size, elements = min(aligned, 8), tile_bytes // 8
@@ -157,15 +190,34 @@ class Planes:
         site = pool.site
         self.groups = {g.id: (i, g.rows_per_page) for i, g in enumerate(site.groups)}
         self.group = np.array([self.groups[p.group][0] for p in site.planes], np.int64)
-        self.words = np.zeros((len(site.planes), PLANE), np.int64)
-        for row, p in zip(self.words, site.planes, strict=True):
-            unit_bytes = site.spec.component(p.layer, p.component).unit_bytes
-            base = pool.buffers[p.buffer].addr + p.offset
-            row[:6] = (base, p.page_stride, p.row_stride, p.unit_stride, self.groups[p.group][1], unit_bytes)
+        self.conversions = site.conversions
+        rows = [self._words(pool, p, stored_bytes(site, i)) for i, p in enumerate(site.planes)]
+        factors: list[int] = []
+        for row, how in zip(tuple(rows), site.conversions, strict=False):
+            if how is not None and how.scales is not None:
+                row[6] = len(rows)
+                rows.append(self._words(pool, how.scales, 4))
+        for row, how in zip(tuple(rows), site.conversions, strict=False):
+            if how is not None and how.rule == "given":
+                row[6:] = len(rows) * PLANE + len(factors), int(len(how.factors) > 1)
+                factors += np.array(how.factors or (1.0,), np.float32).view(np.int32).tolist()
+        behind = np.zeros(-(-len(factors) // PLANE) * PLANE, np.int64)
+        behind[: len(factors)] = factors
+        self.words = np.concatenate([np.array(rows, np.int64).reshape(-1, PLANE), behind.reshape(-1, PLANE)])
         self._lock = threading.Lock()
         self._entries: dict[bytes, Entries] = {}
         self._patterns: dict[bytes, Pattern] = {}
         self._seen: dict[tuple[Hashable, ...], Pattern] = {}
+
+    def _words(self, pool: PagedMemory, plane: Plane, unit_bytes: int) -> list[int]:
+        base, rows = pool.buffers[plane.buffer].addr + plane.offset, self.groups[plane.group][1]
+        return [base, plane.page_stride, plane.row_stride, plane.unit_stride, rows, unit_bytes, 0, 0]
+
+    def scales_bits(self, number: int) -> int:
+        """Address and strides of the scales that a plane's conversion reads, or'ed; 0: it reads none."""
+        how = self.conversions[number]
+        scales = None if how is None or how.scales is None else self.words[self.words[number, 6]]
+        return 0 if scales is None else int(np.bitwise_or.reduce(scales[:4]))
 
     def pattern(self, layouts: Sequence[StagedLayout]) -> Pattern:
         """The pattern of these layouts, none of them empty; segments of one size share it."""
@@ -291,7 +343,15 @@ class Call:
         self._fill(into, at, [staging + move.base for move in self._moves])
         return self._pattern.shape(bits, tile_bytes)
 
-    def write_sums(self, into: I64, at: int, places: I64, tile_bytes: int) -> Shape:
+    def write_converted(self, into: I64, at: int, staging: int, numbers: CellBytes, tile_bytes: int) -> Shape:
+        """As :meth:`write`, for cells that are converted."""
+        bits = 0
+        for move in self._moves:
+            bits |= staging + move.base
+        self._fill(into, at, [staging + move.base for move in self._moves])
+        return self._pattern.shape_of_cells(numbers, bits, tile_bytes)
+
+    def write_sums(self, into: I64, at: int, places: I64, tile_bytes: int, numbers: CellBytes | None = None) -> Shape:
         """Write the table of a checksum, and a sum of 0 for every entry behind it.
 
         Args:
@@ -299,6 +359,7 @@ class Call:
             at: the address at which the kernels will find what ``into`` holds now.
             places: of the first cell of every entry of every move, ``[entries]``.
             tile_bytes: what one program shall read at once, a power of two.
+            numbers: of cells that are converted first.
 
         Raises:
             UnsupportedError: more than the kernels can count.
@@ -308,6 +369,8 @@ class Call:
         table = into[: self.entries * ENTRY].reshape(self.entries, ENTRY)
         table[:, 6] = at + (self.words + np.arange(self.entries)) * 8
         table[:, 7] = places
+        if numbers is not None:
+            return self._pattern.shape_of_cells(numbers, 0, tile_bytes)
         return self._pattern.shape_of_sums(tile_bytes)
 
     def _fill(self, into: I64, at: int, staged: Sequence[int]) -> None:

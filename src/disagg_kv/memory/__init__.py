@@ -1,16 +1,18 @@
 """Pools, buffers and planes."""
 
 from .base import Buffer, Event, MappedPool, Mark, MemoryPool, PagedMemory
+from .converted import ConvertedPool
 from .devices import spread
 from .events import All, CudaEvent, parts
 from .paged import Layout, PagedPool, new_buffer
-from .raw import U8, bytes_of, plane_view
+from .raw import U8, bytes_of, plane_view, stored_bytes
 from .soundness import check_memory
 
 __all__ = [
     "U8",
     "All",
     "Buffer",
+    "ConvertedPool",
     "CudaEvent",
     "Event",
     "Layout",
@@ -25,4 +27,5 @@ __all__ = [
     "parts",
     "plane_view",
     "spread",
+    "stored_bytes",
 ]

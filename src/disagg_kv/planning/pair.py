@@ -8,6 +8,7 @@ from functools import cached_property
 from attrs import field, frozen
 
 from ..geometry import Group, Plane, Share, Site
+from ..geometry.formats import conversion
 from .base import EVERY, PageCopy, RowRange, Segment
 from .cache import PlanCache
 from .staged import PartView, part_view
@@ -74,8 +75,8 @@ class PairPlan:
     """The parts that one writer was elected to send to one target. Immutable: one serves all rooms of the same window.
 
     Args:
-        source: the writer's pool.
-        target: the receiver's pool, of the same cache.
+        source: the writer's pool, read as the receiver's cache where that has other dtypes.
+        target: the receiver's pool.
         parts: what the writer was elected to send.
         rows: which rows of a room are awaited.
     """
@@ -105,6 +106,12 @@ class PairPlan:
             GeometryError: the pool does not have the parts.
         """
         return part_view(self.target, self.parts).for_rows(self.rows)
+
+    @cached_property
+    def converts(self) -> str | None:
+        """The conversions between the two caches; None: there are none."""
+        pairs = {(how.source, how.target) for how in self.source.conversions if how is not None}
+        return ", ".join(conversion(*pair) for pair in sorted(pairs)) or None
 
     def page_copy(self, segment: Segment) -> PageCopy:
         """What goes from the writer's pages into the receiver's for a segment.

@@ -18,7 +18,7 @@ from ..errors import About, RemoteProtocolError
 from ..ids import peer_name
 from .verify import Verify
 
-VERSION = 3
+VERSION = 4
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
@@ -97,13 +97,15 @@ class WireComponent(Struct, array_like=True, frozen=True, forbid_unknown_fields=
     rows: U
     window: U | None
     format: Name
+    scales: Annotated[tuple[float, ...], Entries]
+    scaled_by: Name | None
 
 
 class WireSpec(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A :class:`~disagg_kv.geometry.CacheSpec`; layers with equal components share an entry of ``kinds``."""
 
     model: Annotated[bytes, Meta(max_length=4096)]
-    kinds: Annotated[tuple[Annotated[tuple[WireComponent, ...], Few], ...], Few]
+    kinds: Annotated[tuple[Annotated[tuple[WireComponent, ...], Few], ...], Entries]
     layers: Annotated[tuple[tuple[Layer, Layer], ...], Entries]
 
 
@@ -160,6 +162,7 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     transport: Name
     descriptor: Annotated[bytes, Meta(max_length=MAX_DESCRIPTOR)]
     paths: Annotated[tuple[tuple[Name, U], ...], Few]
+    conversions: Annotated[tuple[Name, ...], Few]
     slot_bytes: U
     ring_region: Region
     ring_bytes: U

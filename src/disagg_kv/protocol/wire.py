@@ -35,19 +35,19 @@ def spec_to_wire(spec: CacheSpec) -> WireSpec:
 
 
 def _component_to_wire(c: Component) -> WireComponent:
-    return WireComponent(c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.format)
+    of_rows = c.tokens_per_row, c.rows, c.window
+    return WireComponent(c.name, c.dtype, c.units, c.unit_bytes, *of_rows, c.format, c.scales, c.scaled_by)
+
+
+def _component_from_wire(c: WireComponent) -> Component:
+    of_rows = c.tokens_per_row, c.rows, c.window
+    return Component(c.name, c.dtype, c.units, c.unit_bytes, *of_rows, c.format, c.scales, c.scaled_by)
 
 
 def spec_from_wire(wire: WireSpec) -> CacheSpec:
     """The spec, validated."""
     try:
-        kinds = [
-            tuple(
-                Component(c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.format)
-                for c in cs
-            )
-            for cs in wire.kinds
-        ]
+        kinds = [tuple(_component_from_wire(c) for c in cs) for cs in wire.kinds]
         return CacheSpec({LayerId(layer): kinds[kind] for layer, kind in wire.layers}, wire.model)
     except (ConfigurationError, IndexError) as exc:
         raise RemoteProtocolError(f"a cache spec that cannot be: {exc}") from exc

@@ -1,6 +1,6 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
-from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner, maps_pages
+from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner, maps_pages, refusal
 from .explain import Explanation, PairCount, explain
 from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .registry import (
@@ -41,6 +41,7 @@ __all__ = [
     "explain",
     "maps_pages",
     "paths",
+    "refusal",
     "register",
     "schedules",
     "selections",

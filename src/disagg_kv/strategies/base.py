@@ -84,6 +84,13 @@ def maps_pages(path: TransferPlanner) -> bool:
     return getattr(path, "maps_pages", False) is True
 
 
+def refusal(path: TransferPlanner, pair: PairPlan) -> str | None:
+    """Why a path cannot move the parts of a pair: its own reason, or that no kernel of the writer converts them."""
+    if pair.converts is not None and path.exposes_pages and not maps_pages(path):
+        return f"no kernel is on this path, but the cache is converted on the way ({pair.converts})"
+    return path.refuse(pair)
+
+
 class Feature(StrEnum):
     """What an engine may do in a forward pass that sending single layers early would break."""
 

@@ -11,7 +11,7 @@ from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
-from .base import Job, TransferPlanner, maps_pages
+from .base import Job, TransferPlanner, maps_pages, refusal
 from .registry import auto_paths, paths
 
 
@@ -118,7 +118,7 @@ def explain(
 def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -> int | str:
     """The number of writes of a path for these segments, or the reason why it cannot move them."""
     try:
-        reason = path.refuse(pair)
+        reason = refusal(path, pair)
         if reason is not None:
             return arguments.text(reason, f"path {path.name!r}: refuse(): its result")
         counts = [path.count(Job(pair, segment)) for segment in segments]

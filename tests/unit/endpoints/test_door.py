@@ -152,8 +152,8 @@ def introduction(src: bytes, dst: bytes, of: PeerInfo) -> f.Hello:
     return f.Hello(
         src=src, dst=dst, version=1, address=of.address, role="decode", instance=of.instance, rank=of.rank,
         host=of.host, pid=of.pid, started=0, born=0, spec=f.WireSpec(b"", (), ()), shards=(),
-        site=f.WireSite((), (), ()), regions=(), transport="inproc", descriptor=b"", paths=(), slot_bytes=0,
-        ring_region=0, ring_bytes=0, lease_bytes=0,
+        site=f.WireSite((), (), ()), regions=(), transport="inproc", descriptor=b"", paths=(), conversions=(),
+        slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
     )  # fmt: skip
 
 

@@ -98,8 +98,8 @@ class DeviceRig(Rig):
         super().__init__(spec)
         self.pools: list[PagedPool] = []
 
-    def _pool(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
-        drawn = PagedPool.allocate(self.spec, held, pages=of.pages, page_size=of.page_size, state_slots=8)
+    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+        drawn = PagedPool.allocate(spec, held, pages=of.pages, page_size=of.page_size, state_slots=8)
         for buffer in drawn.buffers:
             bytes_of(buffer)[:] = POISON
         return PagedPool(drawn.site, [on(b, DEVICE) for b in drawn.buffers], aux_slots=4, aux_bytes=AUX_BYTES)
@@ -114,8 +114,8 @@ class DeviceRig(Rig):
 class HostRig(Rig):
     """Pools lie in plain memory, whatever the transport would give."""
 
-    def _pool(self, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
-        return super()._pool(held, of, InprocTransport())
+    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
+        return super()._pool(spec, held, of, InprocTransport())
 
 
 @pytest.mark.parametrize("path", ["staged", "slice", "mapped", "auto"])

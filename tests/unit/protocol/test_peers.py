@@ -42,6 +42,7 @@ def hello(
         transport="inproc",
         descriptor=b"",
         paths=(),
+        conversions=(),
         slot_bytes=0,
         ring_region=0,
         ring_bytes=0,

@@ -70,7 +70,7 @@ def test_a_spec_that_cannot_be_is_the_peers_error(change: dict[str, object], mes
 
 
 def test_a_component_that_cannot_be_is_the_peers_error() -> None:
-    broken = WireComponent("k", "bit", 1, 1, 1, 0, None, "plain")
+    broken = WireComponent("k", "bit", 1, 1, 1, 0, None, "plain", (), None)
     with pytest.raises(RemoteProtocolError, match="unknown dtype 'bit'"):
         w.spec_from_wire(msgspec.structs.replace(w.spec_to_wire(KV), kinds=((broken,),)))
 

@@ -263,7 +263,7 @@ class DecodeSide:
         room.remotes = remotes
         writers = tuple(r.epoch for r in remotes)
         if writers not in self._plans:
-            self._plans[writers] = InstancePlans.of(remotes[0].shards, self._pool.site)
+            self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
         room.plans = self._plans[writers]
         pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
         for epoch in writers:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from attrs import define, frozen
 
 from ...errors import IntegrityError
+from ...geometry import read_as
 from ...ids import Epoch, Rank
 from ...kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
@@ -309,7 +310,8 @@ class ScatterQueue:
             assert room.plans is not None
             assert room.wanted is not None
             rows, rotation = RowRange(room.wanted.start, room.wanted.stop), room.plans.rotation(room.key.room)
-            found = room.pairs[rank] = room.plans.pair(rotation, rank, room.remotes[rank].site, rows)
+            source = read_as(room.remotes[rank].site, self._pool.site.spec)
+            found = room.pairs[rank] = room.plans.pair(rotation, rank, source, rows)
         return found
 
     def inspect(self) -> ScatterInspection:

@@ -12,7 +12,7 @@ from ...channels import Channel
 from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
-from ...kernels import Kernels
+from ...kernels import Kernels, SupportsConversions
 from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...protocol import Options, Verify, check_verify
@@ -110,13 +110,15 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         self._staging = staging = new_staging(transport, staging_slots(self._slots, slot_bytes), device)
         *regions, staged = transport.register([*pool.buffers, staging])
         prepare = partial(warm_copies, movers, pool)
-        me = attrs.evolve(parts.info("prefill", regions, usable), slot_bytes=slot_bytes, prepare=prepare)
+        known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
+        me = parts.info("prefill", regions, usable)
+        me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=prepare, conversions=known)
 
         def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
             throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
             mapping = loop.connections.mapping
             router = Router(me, pool, chosen, self._schedule, usable, throughput.pace, mapping)
-            self._transfers = TransferQueue(loop, pool, movers, staging, staged, slot_bytes, router, throughput, verify)
+            self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
             return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 
         super().__init__(parts, me, side)

@@ -10,7 +10,7 @@ from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...ids import Epoch, Rank
 from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
 from ...planning.cache import PlanCache
-from ...strategies import AUTO, Job, TransferPlanner, maps_pages
+from ...strategies import AUTO, Job, TransferPlanner, maps_pages, refusal
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared where the request's length is not known yet."""
@@ -174,6 +174,6 @@ def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:
     try:
         if not path.exposes_pages:
             request.intake.segments(request.writer, 0, 1, request.limits)
-        return path.refuse(request.pair)
+        return refusal(path, request.pair)
     except DisaggKVError as exc:
         return str(exc)

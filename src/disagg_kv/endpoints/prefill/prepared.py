@@ -26,6 +26,7 @@ class Planned:
 
     Args:
         plan, tables: from where.
+        pool: what is gathered from, as its destination reads it.
         share: transfers of one segment for which this is equal carry the same bytes.
         destinations: how many get some of the segment.
         seconds: time that planning took.
@@ -33,6 +34,7 @@ class Planned:
 
     plan: StagedLayout
     tables: Tables
+    pool: MemoryPool
     share: Hashable
     destinations: int
     seconds: float
@@ -73,7 +75,7 @@ class PreparedGathers:
 
     Args:
         loop: the endpoint's: its clock and observer.
-        pool, kernels, staging: what gathers from where, and to where.
+        kernels, staging: what gathers, and to where.
         slot_bytes: the most that one gather fills.
         plan: what a transfer gathers, or writes straight to pages.
     """
@@ -81,14 +83,12 @@ class PreparedGathers:
     def __init__(
         self,
         loop: EventLoop,
-        pool: MemoryPool,
         kernels: Kernels,
         staging: Buffer,
         slot_bytes: int,
         plan: Callable[[Route, Transfer, Tables], Writes | StagedLayout | PageCopy],
     ) -> None:
         self._loop = loop
-        self._pool = pool
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
         self._staging = staging
         self._slot_bytes = slot_bytes
@@ -159,18 +159,19 @@ class PreparedGathers:
         if tables is None or not isinstance(plan, StagedLayout):
             return None
         destinations = sum(segment in flow.outbound for flow in room.machine.flows.values())
-        return Planned(plan, tables, route.view, destinations, self._loop.clock() - started)
+        return Planned(plan, tables, route.pool, route.view, destinations, self._loop.clock() - started)
 
     def _gather(self, members: list[tuple[Transfer, Planned]]) -> tuple[_Members, PreparedGather] | None:
         places, moves, where = SlotLayout(), dict[int, Move](), list[tuple[Transfer, int]]()
         for transfer, planned in members:
-            if not places.room_for(planned.share, transfer.nbytes, self._slot_bytes):
+            fits = places.room_for(planned.share, transfer.nbytes, self._slot_bytes)
+            if not fits or planned.pool is not members[0][1].pool:
                 return None
             place = places.add(planned.share, transfer.nbytes)
             moves.setdefault(place, Move(planned.plan, planned.tables, place))
             where.append((transfer, place))
         assert self._preparing is not None
-        gather = self._preparing.prepare_gather(self._pool, list(moves.values()), self._staging)
+        gather = self._preparing.prepare_gather(members[0][1].pool, list(moves.values()), self._staging)
         return None if gather is None else (where, gather)
 
     def check_integrity(self, rooms: Container[PrefillRoom]) -> None:

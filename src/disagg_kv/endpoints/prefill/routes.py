@@ -9,9 +9,9 @@ import numpy as np
 from attrs import frozen
 
 from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
-from ...geometry import I32
+from ...geometry import I32, CacheSpec, shards_as
 from ...ids import Epoch, Rank, RegionId, RoomId, room_name
-from ...memory import MappedPool, MemoryPool
+from ...memory import ConvertedPool, MappedPool, MemoryPool
 from ...planning import (
     Batch,
     CostModel,
@@ -31,6 +31,7 @@ from ...planning import (
     check_pages,
     check_tables,
 )
+from ...planning.cache import PlanCache
 from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
 from ...protocol.wire import tables_from_wire
@@ -51,6 +52,7 @@ class Route:
     Args:
         remote: the rank.
         path: how they cross; reason: why so.
+        pool: ours, as it reads it: where its cache has other dtypes, converted.
         pair: what this rank sends to it.
         view: that in our pool; routes with the same bytes have the same view.
         intake: what it gets from all ranks.
@@ -64,6 +66,7 @@ class Route:
     remote: RemoteEndpoint
     path: TransferPlanner
     reason: str
+    pool: MemoryPool
     pair: PairPlan
     view: PartView
     intake: Intake
@@ -108,6 +111,7 @@ class Router:
         costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
         self._chooser = PathChooser(strategy.path, tuple(paths), costs)
         self._plans: dict[Epoch, InstancePlans] = {}
+        self._pools: PlanCache[CacheSpec, MemoryPool] = PlanCache()
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
@@ -145,9 +149,11 @@ class Router:
         check_start(room_name(room), frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
         plans = self._plans.get(remote.epoch)
         if plans is None:
-            plans = self._plans[remote.epoch] = InstancePlans.of(me.shards, remote.site)
+            held = shards_as(tuple(me.shards), me.site.spec, remote.spec)
+            plans = self._plans[remote.epoch] = InstancePlans.of(held, remote.site)
         rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
-        intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, self._pool.site, rows)
+        pool = self.pool_as(remote.spec)
+        intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         limits = Limits(me.slot_bytes, hello.lease_bytes, remote.page_rows())
@@ -162,7 +168,7 @@ class Router:
         ring = RegionId(hello.ring_region)
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
-        route = Route(remote, path, reason, *known, ring, frame.start, frame.verify, mapped)
+        route = Route(remote, path, reason, pool, *known, ring, frame.start, frame.verify, mapped)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, on_groups, pace)
         plan = FlowPlan(
@@ -177,6 +183,13 @@ class Router:
             self._measured,
         )
         return route, plan
+
+    def pool_as(self, spec: CacheSpec) -> MemoryPool:
+        """Our pool as a decode rank with this cache reads it; the same object for the same spec."""
+        if spec == self._pool.site.spec:
+            return self._pool
+        found = self._pools.get(spec)
+        return self._pools.keep(spec, ConvertedPool(self._pool, spec)) if found is None else found
 
     def _measured(self) -> WirePace | None:
         pace = self._pace()
@@ -206,13 +219,14 @@ class Router:
     def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout | PageCopy:
         """What to post, to gather or to copy: never more than the part, nor outside the peer's ring or its pages."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
-        check_pages(self._pool.site, route.view.layout(segment), tables)
+        site = route.pool.site
+        check_pages(site, route.view.layout(segment), tables)
         plan = route.path.send(Job(route.pair, segment, tables, route.tables))
         if route.mapped is not None and isinstance(plan, PageCopy) and plan.source.nbytes == transfer.nbytes:
-            check_tables(self._pool.site, plan.source, tables)
+            check_tables(site, plan.source, tables)
             check_tables(route.remote.site, plan.target, route.tables)
             return plan
-        if transfer.offset is None and route.mapped is None and isinstance(plan, Writes):
+        if transfer.offset is None and route.mapped is None and isinstance(plan, Writes) and not site.conversions:
             return plan.renamed(self._regions, np.array(hello.regions, np.int32))
         if transfer.offset is None or not isinstance(plan, StagedLayout) or plan.nbytes != transfer.nbytes:
             wanted = f"a layout of {transfer.nbytes} bytes" if transfer.offset is not None else "writes into pages"

@@ -40,7 +40,7 @@ from attrs import define, frozen
 
 from ...ids import Epoch, RegionId, room_name
 from ...kernels import Kernels, Move, PageMove, Pages, SupportsStreams
-from ...memory import Buffer, Event, MemoryPool, parts
+from ...memory import Buffer, Event, parts
 from ...planning import PageCopy, StagedLayout, Writes
 from ...protocol import Transfer, Verify, WriteFailed, verified
 from ...protocol.machine import ours
@@ -106,7 +106,6 @@ class TransferQueue:
 
     Args:
         loop: the endpoint's: its transport, peers, clock and observer.
-        pool: the rank's cache.
         kernels: gather and sum.
         staging, region: the buffer that is cut into slots, as it is registered.
         slot_bytes: size of a slot.
@@ -118,7 +117,6 @@ class TransferQueue:
     def __init__(
         self,
         loop: EventLoop,
-        pool: MemoryPool,
         kernels: Kernels,
         staging: Buffer,
         region: RegionId,
@@ -129,7 +127,6 @@ class TransferQueue:
     ) -> None:
         transport = loop.me.transport
         self._loop = loop
-        self._pool = pool
         self._kernels = kernels
         self._streams = kernels if isinstance(kernels, SupportsStreams) else None
         self._posts_wait = transport.caps.waits_events
@@ -146,7 +143,7 @@ class TransferQueue:
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
         self._waiting = False
-        self.prepared = PreparedGathers(loop, pool, kernels, staging, slot_bytes, router.plan)
+        self.prepared = PreparedGathers(loop, kernels, staging, slot_bytes, router.plan)
 
     @property
     def quota(self) -> int:
@@ -334,7 +331,7 @@ class TransferQueue:
                 continue
             after = spec.after
             target = Pages(spec.route.mapped, spec.route.tables)
-            begun.append((post, PageMove(spec.plan, Pages(self._pool, spec.tables), target)))
+            begun.append((post, PageMove(spec.plan, Pages(spec.route.pool, spec.tables), target)))
         if begun:
             self._copies.launch(begun, after)
 
@@ -359,9 +356,11 @@ class TransferQueue:
     def _specs(self, room: PrefillRoom, first: Transfer) -> list[tuple[TransferSpec, int]]:
         """Begin what one gather can carry, each with its place in the slot."""
         specs: list[tuple[TransferSpec, int]] = []
-        places = SlotLayout()
+        places, pool = SlotLayout(), room.routes[first.to].pool
         for transfer in self.prepared.order(room, self._queue.same(room, first.segment)):
             share = room.routes[transfer.to].view
+            if room.routes[transfer.to].pool is not pool:
+                continue
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slots.slot_bytes):
                 continue
             self._queue.remove(room, transfer.to, transfer.segment)
@@ -401,7 +400,7 @@ class TransferQueue:
             if prepared is not None:
                 event = prepared.launch(slot.offset, after)
             else:
-                event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
+                event = self._kernels.gather(specs[0][0].route.pool, list(moves.values()), self._staging, after)
         except Exception as exc:
             self._not_gathered(room, posts, exc)
             return
@@ -456,7 +455,7 @@ class TransferQueue:
             return
         post, spec, _ = begun[0]
         started = self._clock()
-        sums = layer_sums(self._kernels, self._pool, post.transfer.segment, layouts, spec.tables, spec.after)
+        sums = layer_sums(self._kernels, spec.route.pool, post.transfer.segment, layouts, spec.tables, spec.after)
         post.room.handle.report.spend("checksum", self._clock() - started)
         self.writes.reading(post.room, 1)
         posts = [(post, place) for post, spec, place in begun if spec.summed is not None]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Literal
 
-import attrs
 from attrs import frozen
 
 from ...channels import key_of
@@ -16,7 +16,7 @@ from ...errors import (
     IncompatiblePeerError,
     RemoteProtocolError,
 )
-from ...geometry import CacheSpec, Shard, Site
+from ...geometry import CacheSpec, Shard, Site, conversions, difference, shards_as
 from ...ids import Epoch, Rank, RegionId, peer_name
 from ...memory import MappedPool
 from ...planning import intake_of
@@ -71,6 +71,7 @@ class EndpointInfo:
         paths: what it can use.
         slot_bytes: prefill: bytes of a staging slot.
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
+        conversions: prefill: names of those that its kernels know.
         device: where its pool lies.
         prepare: prefill: makes its kernels ready for a peer's mapped pool. Blocks; on any thread.
     """
@@ -89,6 +90,7 @@ class EndpointInfo:
     ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
     ring_bytes: int = 0
     lease_bytes: int = 0
+    conversions: tuple[str, ...] = ()
     device: str = "cpu"
     prepare: Callable[[MappedPool], None] = lambda _: None
 
@@ -122,6 +124,7 @@ class EndpointInfo:
                 transport=self.transport.name,
                 descriptor=descriptor,
                 paths=tuple((p.name, p.version) for p in self.paths),
+                conversions=self.conversions,
                 slot_bytes=self.slot_bytes,
                 ring_region=self.ring_region,
                 ring_bytes=self.ring_bytes,
@@ -138,7 +141,10 @@ class EndpointInfo:
             RemoteProtocolError: what it says of itself cannot be.
         """
         spec = _spec(hello.spec)
-        check_spec(self.site.spec, spec)
+        if hello.role == self.role:
+            check_spec(self.site.spec, spec)
+        else:
+            self._check_conversion(spec, hello.conversions)
         shards = _shards(hello.shards, spec)
         if not hello.rank < len(shards):
             raise IncompatiblePeerError("rank", f"below {len(shards)}", hello.rank)
@@ -160,11 +166,26 @@ class EndpointInfo:
         # Only of the two of us: every pair of ranks asks for itself.
         decode = self.role == "decode"
         writers, target = (shards, self.site.shard) if decode else (self.shards, shards[hello.rank])
+        held, wanted = (spec, self.site.spec) if decode else (self.site.spec, spec)
         try:
-            intake_of(spec, writers, target, 0)
+            intake_of(wanted, shards_as(tuple(writers), held, wanted), target, 0)
         except ConfigurationError as exc:
             found = f"{len(writers)} of them, and {exc}; give each rank the shards of all (shards=)"
             raise IncompatiblePeerError("shards", "prefill ranks that hold a decode rank's cache", found) from exc
+
+    def _check_conversion(self, theirs: CacheSpec, known: Collection[str]) -> None:
+        """Raise an IncompatiblePeerError unless prefill's cache is decode's, or prefill converts it to that."""
+        decode = self.role == "decode"
+        source, target = (theirs, self.site.spec) if decode else (self.site.spec, theirs)
+        found = difference(source, target)
+        if found is not None:
+            values = (found.target, found.source) if decode else (found.source, found.target)
+            raise IncompatiblePeerError(found.field, *values)
+        needed = conversions(source, target)
+        here, there = (needed, set(known)) if decode else (set(self.conversions), needed)
+        missing = needed - set(known if decode else self.conversions)
+        if missing:
+            raise IncompatiblePeerError("conversions", sorted(here), sorted(there))
 
     def _admit_sibling(self, hello: Hello, shards: Sequence[Shard]) -> None:
         if hello.instance != self.instance:
@@ -174,26 +195,14 @@ class EndpointInfo:
 
 
 def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
-    """Raise an IncompatiblePeerError that names the first field in which two specs differ."""
-    if ours == theirs:
-        return
-    if len(ours.layers) != len(theirs.layers):
-        raise IncompatiblePeerError("spec.layers", len(ours.layers), len(theirs.layers))
+    """Raise an IncompatiblePeerError that names the first field in which the specs of two ranks of one side differ."""
+    found = difference(ours, theirs)
+    if found is not None:
+        raise IncompatiblePeerError(found.field, found.source, found.target)
     for layer, components in ours.layers.items():
-        others = theirs.layers.get(layer)
-        where = f"spec.layers[{layer}]"
-        if others is None:
-            raise IncompatiblePeerError(where, "there", "missing")
-        names = [c.name for c in components], [c.name for c in others]
-        if names[0] != names[1]:
-            raise IncompatiblePeerError(where, *names)
-        for a, b in zip(components, others, strict=True):
-            # The tokens of a row come first: they explain its bytes.
-            for name in ("tokens_per_row", *(f.name for f in attrs.fields(type(a)))):
-                if getattr(a, name) != getattr(b, name):
-                    raise IncompatiblePeerError(f"{where}.{a.name}.{name}", getattr(a, name), getattr(b, name))
-    # Last: a digest says less than a size or a type that differs, too.
-    raise IncompatiblePeerError("spec.model", ours.model.hex(), theirs.model.hex())
+        for a, b in zip_longest(components, theirs.layers[layer]):
+            if a != b:
+                raise IncompatiblePeerError(f"spec.layers[{layer}]", a, b)
 
 
 @frozen
@@ -221,6 +230,10 @@ class RemoteEndpoint:
     def name(self) -> str:
         """For messages."""
         return f"peer {peer_name(self.hello.src, self.hello.instance, self.hello.rank)}"
+
+    def shards_as(self, spec: CacheSpec) -> tuple[Shard, ...]:
+        """What each rank of its instance holds, as a spec to which it converts its cache names it."""
+        return shards_as(self.shards, self.spec, spec)
 
     def page_rows(self) -> int:
         """Rows of its largest page: where segments are cut."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ... import arguments
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...kernels import Kernels, SupportsWarmUp, kernels_for
-from ...memory import Buffer, MappedPool, MemoryPool, new_buffer
+from ...memory import Buffer, ConvertedPool, MappedPool, MemoryPool, new_buffer
 from ...staging import ALIGNMENT, StagingAllocator
 from ...transports import SupportsAllocate, Transport
 
@@ -51,8 +51,9 @@ def ready_kernels(pool: MemoryPool, kernels: Kernels | None) -> Kernels:
 def warm_copies(kernels: Kernels, pool: MemoryPool, mapped: MappedPool) -> None:
     """Compile copies from a pool into a mapped one, where kernels are compiled."""
     if isinstance(kernels, SupportsWarmUp):
+        spec = mapped.site.spec
         with _COMPILING:
-            kernels.warm_copy(pool, mapped)
+            kernels.warm_copy(pool if spec == pool.site.spec else ConvertedPool(pool, spec), mapped)
 
 
 def staging_slots(slots: int, slot_bytes: int) -> int:

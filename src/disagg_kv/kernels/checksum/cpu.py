@@ -8,7 +8,8 @@ from functools import cache
 import numpy as np
 
 from ...memory import U8, MemoryPool
-from ..base import Move
+from ..base import Move, converts
+from ..convert.pages import blocks
 from ..pieces import Run, runs
 from .mixing import ROW, U64, UNIT, keys, mix, places
 
@@ -18,7 +19,20 @@ BLOCK = 256 << 10
 
 def checksum(pool: MemoryPool, moves: Sequence[Move]) -> list[U64]:
     """The sum of every entry of every move, uint64 ``[entries]`` each."""
-    return [_move(pool, move) for move in moves]
+    return [_converted(pool, move) if converts(pool) else _move(pool, move) for move in moves]
+
+
+def _converted(pool: MemoryPool, move: Move) -> U64:
+    """The sums of cells that are converted first, in a pool that is read as another cache."""
+    sums = np.zeros(len(move.layout.plane), np.uint64)
+    for i, begin in enumerate(places(pool.site, move.layout)):
+        row = 0
+        for cells in blocks(pool, move.layout, move.tables, i):
+            where = _placed(*cells.shape[:2]) + begin + np.uint64(row) * np.uint64(ROW)
+            values = mix(where.reshape(-1) + _hashed(cells.reshape(-1, cells.shape[2])))
+            sums[i] += values.sum(dtype=np.uint64)
+            row += len(cells)
+    return sums
 
 
 def _move(pool: MemoryPool, move: Move) -> U64:

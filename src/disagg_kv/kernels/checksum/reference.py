@@ -9,7 +9,7 @@ import torch
 
 from ...memory import MemoryPool
 from ..base import Move
-from ..tensors import plane_of
+from ..tensors import read_cells
 from .mixing import FIRST, ROW, SECOND, U64, UNIT, WORD_BYTES, keys, places
 
 
@@ -24,14 +24,8 @@ def checksum(pool: MemoryPool, moves: Sequence[Move]) -> list[U64]:
 
 
 def _entry(pool: MemoryPool, move: Move, i: int, place: int) -> int:
-    layout, number = move.layout, int(move.layout.plane[i])
-    plane, table = plane_of(pool, number), move.tables[pool.site.planes[number].group]
-    rows = torch.arange(int(layout.row_stop[i] - layout.row_start[i]))
-    row = rows + int(layout.row_start[i]) - table.first
-    page, slot = torch.from_numpy(table.pages)[row // plane.shape[1]].long(), row % plane.shape[1]
-    units = torch.arange(int(layout.units[i]))
-    cells = plane[page.to(plane.device), slot.to(plane.device)][:, units.to(plane.device) + int(layout.first_unit[i])]
-
+    cells = read_cells(pool, move.layout, move.tables, i)
+    rows, units = torch.arange(cells.shape[0]), torch.arange(cells.shape[1])
     cells = torch.nn.functional.pad(cells.cpu().long(), (0, -cells.shape[-1] % WORD_BYTES))
     words = sum(cells[..., byte::WORD_BYTES] << 8 * byte for byte in range(WORD_BYTES))
     assert isinstance(words, torch.Tensor)
