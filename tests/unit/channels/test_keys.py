@@ -176,6 +176,35 @@ class TestStrangers:
             refused(open_to_all, closed)
 
 
+def test_a_pair_is_replaced_without_an_interruption(tmp_path: Path) -> None:
+    """The order of the page for operators: each process allows what was in the folder when it started."""
+    for name in ("decode", "prefill"):
+        write_keys(tmp_path, name)
+    with ExitStack() as stack:
+
+        def start(name: str) -> ZmqChannel:
+            keys = Keys.load(tmp_path / f"{name}.key_secret", tmp_path)
+            return stack.enter_context(closing(ZmqChannel(keys=keys)))
+
+        def reaches(source: ZmqChannel, target: ZmqChannel, text: bytes) -> None:
+            assert source.send(target.address, text)
+            pump(source, target, until=[(1, Arrived(text, key_of(source.address)))])
+
+        before, old = start("decode"), start("prefill")
+        write_keys(tmp_path, "prefill-2")
+        between, new = start("decode"), start("prefill-2")
+        for source in (old, new):
+            reaches(source, between, b"both")
+        new.send(before.address, b"not yet")
+        refused(new, before)
+        (tmp_path / "prefill.key").unlink()
+        after = start("decode")
+        reaches(new, after, b"new")
+        reaches(old, between, b"still")
+        old.send(after.address, b"not any more")
+        refused(old, after)
+
+
 def test_keys_leave_no_thread_and_no_file_behind() -> None:
     """Refused connections included."""
     before = held()
