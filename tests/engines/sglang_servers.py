@@ -32,7 +32,10 @@ _taken: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nothing listens at; SGLang derives further ports from some, so they lie far apart."""
+    """A port that nothing listens at; SGLang derives further ports from some, so they lie far apart.
+
+    There is room for about twenty: :func:`give_back` those that are not used any more.
+    """
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -40,6 +43,11 @@ def free_port() -> int:
         if port < 60_000 and all(abs(port - other) > 500 for other in _taken):
             _taken.add(port)
             return port
+
+
+def give_back(*ports: int) -> None:
+    """Ports of :func:`free_port` that are not used any more."""
+    _taken.difference_update(ports)
 
 
 def sampling(count: int) -> dict[str, Any]:
@@ -91,8 +99,9 @@ class Server:
         **args: Any,
     ) -> None:
         self.log, self.port, self.bootstrap = log, free_port(), bootstrap or free_port()
+        self._nccl = free_port()
         given = {
-            **ARGUMENTS, "model-path": str(model), "port": self.port, "nccl-port": free_port(), "page-size": 1,
+            **ARGUMENTS, "model-path": str(model), "port": self.port, "nccl-port": self._nccl, "page-size": 1,
             **{name.replace("_", "-"): value for name, value in args.items()},
         }  # fmt: skip
         if mode != "null":
@@ -174,6 +183,7 @@ class Server:
         """End it."""
         if self._process.poll() is None:
             self.kill()
+        give_back(self.port, self.bootstrap, self._nccl)
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -214,3 +224,4 @@ class Router:
         """End it."""
         self._process.kill()
         self._process.wait()
+        give_back(self.port)

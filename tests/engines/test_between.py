@@ -29,7 +29,7 @@ from disagg_kv.rendezvous import Source
 
 from .conftest import Start
 from .instances import ENVIRONMENT, PREFILL, ROOT, Instance, transfer
-from .sglang_servers import ANSWER_S, ARGUMENTS, ON_CPU, Server, ask, free_port, sampling
+from .sglang_servers import ANSWER_S, ARGUMENTS, ON_CPU, Server, ask, free_port, give_back, sampling
 
 SGLANG = os.environ.get("DISAGG_KV_SGLANG_PYTHON", "")
 if not SGLANG:
@@ -247,15 +247,15 @@ def spoken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("first", ["sglang", "vllm"])
 def test_the_example_answers_over_http(spoken: Path, alone: Alone, tmp_path: Path, first: str) -> None:
     """The launch script, as a user starts it; also streamed, and with parameters of a client, which are dropped."""
-    port = free_port()
+    port, prefill, decode, bootstrap = ports = [free_port() for _ in range(4)]
     cpu = " ".join(
         f"--{name}" if value is True else f"--{name} {value}"
         for name, value in ARGUMENTS.items()
         if name != "skip-tokenizer-init"
     )
     env = {
-        **os.environ, **ENVIRONMENT, "PORT": str(port), "PREFILL_PORT": str(free_port()),
-        "DECODE_PORT": str(free_port()), "BOOTSTRAP_PORT": str(free_port()), "ROUTER_PYTHON": sys.executable,
+        **os.environ, **ENVIRONMENT, "PORT": str(port), "PREFILL_PORT": str(prefill),
+        "DECODE_PORT": str(decode), "BOOTSTRAP_PORT": str(bootstrap), "ROUTER_PYTHON": sys.executable,
         "SGLANG": f"env PYTHONPATH={ON_CPU}:{ROOT / 'src'}:{ROOT} {SGLANG} -W ignore -m sglang.launch_server",
         "SGLANG_OPTIONS": cpu, "VLLM": f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
         "VLLM_OPTIONS": "--dtype float32 --enforce-eager --block-size 32 --max-model-len 1024",
@@ -291,3 +291,4 @@ def test_the_example_answers_over_http(spoken: Path, alone: Alone, tmp_path: Pat
             os.killpg(script.pid, signal.SIGKILL)
         script.wait()
         log.close()
+        give_back(*ports)

@@ -12,6 +12,7 @@ Equal descriptions have to mean equal numbers, so both sides derive them from th
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -182,7 +183,10 @@ def _unknown(what: str, known: Sequence[str]) -> str:
 
 
 def read_config(model: str, revision: str | None) -> Mapping[str, Any]:
-    """The model's ``config.json``, before any engine has changed it."""
+    """The model's ``config.json``, before any engine has changed it. ``model`` is a directory, or a name."""
+    file = Path(model) / "config.json"
+    if file.is_file():
+        return dict(json.loads(file.read_text()))
     from transformers import PretrainedConfig
 
     return dict(PretrainedConfig.get_config_dict(model, revision=revision)[0])
