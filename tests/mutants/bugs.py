@@ -12,6 +12,7 @@ FLOW = "protocol.flow:Flow."
 MOVER = "endpoints.prefill.transfers:TransferQueue."
 WRITES = "endpoints.prefill.writes:PostedWrites."
 COPIES = "endpoints.prefill.copies:PageCopies."
+ARMED = "endpoints.prefill.armed:"
 PREFILL = "endpoints.prefill.rooms:PrefillSide."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
@@ -84,9 +85,9 @@ BUGS: Sequence[Mutant] = (
     Mutant("a write straight from pages does not wait for its rows",
            MOVER + "_direct", "after = spec.after if self._posts_wait else None", "after = None"),
     Mutant("a copy into mapped pages is announced before it has ended",
-           COPIES + "launch", "if event is None:", "if True:"),
+           COPIES + "_launched", "if what.event is None:", "if True:"),
     Mutant("a copy into mapped pages does not wait for its rows",
-           MOVER + "_copy", "after = spec.after", "after = None"),
+           MOVER + "_begin_moves", "spec.after))", "None))"),
     Mutant("a copy whose event fails counts as quiet",
            COPIES + "look", "self.failed.append(one)",
            "for post in one.posts:\n                    post.copying = False"),
@@ -97,15 +98,19 @@ BUGS: Sequence[Mutant] = (
     Mutant("a copy that failed is never asked again",
            COPIES + "look_at_failed", "if not one.event.query():", "if True:"),
     Mutant("a copy is launched that has become void",
-           MOVER + "_begin", "if not room.machine.flows[transfer.to].begin(transfer):",
-           "if not room.machine.flows[transfer.to].begin(transfer) and room.routes[transfer.to].mapped is None:"),
+           MOVER + "_begin", "if not room.machine.flows[transfer.to].begin(transfer, ahead=ahead):",
+           "if not room.machine.flows[transfer.to].begin(transfer, ahead=ahead)"
+           " and room.routes[transfer.to].mapped is None:"),
+    Mutant("what is armed is launched before its rows are final",
+           ARMED + "_joined", "return different[0] if len(different) == 1 else All(different) if different else None",
+           "return None"),
     Mutant("a gather that was prepared for all is launched for some",
            LAUNCHES + "take", "if ready.condition != condition:", "if not ready:"),
     Mutant("what was prepared for a room that failed is kept",
            DECODE + "_apply", "case Quarantine(segment):\n                self._scatters.drop(room.key, segment)",
            "case Quarantine(segment):\n                pass"),
     Mutant("what a room that failed would have gathered is kept",
-           PREFILL + "_publish", "self.transfers.prepared.forget(room)", "pass"),
+           PREFILL + "_publish", "self.transfers.unprepare(room)", "pass"),
     Mutant("what was prepared in vain is not given back",
            LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol, TypedDict
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ..channels import UnixChannel
 from ..endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
@@ -23,7 +23,7 @@ from ..geometry import PageTable
 from ..ids import GroupId, RegionId, RoomId, room_name
 from ..kernels import Kernels
 from ..kernels.tensors import plane_of
-from ..memory import PagedPool
+from ..memory import Event, PagedPool
 from ..protocol import Options, Phase, Verify
 from ..rendezvous import Source, StaticRendezvous
 from ..strategies import LayerPipelined, Schedule, strategy
@@ -101,6 +101,7 @@ class Moved:
         grants: prefill: seconds from asking for each segment's grant until it was there.
         groups: prefill: into how many groups the layers were cut.
         placed: decode: when its own rows were all in its pages.
+        called: prefill: seconds of the call that makes the last rows final.
     """
 
     began: float
@@ -113,6 +114,7 @@ class Moved:
     grants: tuple[float, ...] = ()
     groups: int = 1
     placed: float = 0.0
+    called: float = 0.0
 
 
 class PrefillRank:
@@ -156,6 +158,7 @@ class PrefillRank:
         }
         self._bulk = BulkSource(setup.plain, self._pool.buffers, shape.timeout_s)
         self._step: ForwardPass | None = None
+        self._called = 0.0
 
     def connect(self, targets: Sequence[tuple[bytes, RegionId, int, int]]) -> None:
         """Learn where the plain writes go."""
@@ -192,10 +195,10 @@ class PrefillRank:
         if self._shape.compute_s:
             self._compute(began)
         elif self._step is not None:
-            self._step.close(None if queued is None else queued.over)
-            self._step = None
+            self._close(None if queued is None else queued.over)
         else:
             delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
+            self._called = time.monotonic() - began
         delivery.finish(tokens)
         self._until(lambda: delivery.released, SELDOM_S)
         began = began if queued is None else queued.ended()
@@ -203,7 +206,8 @@ class PrefillRank:
 
     def moved(self, began: float) -> Moved:
         """The transfer that is over now."""
-        return _moved(self._delivery, began, time.monotonic(), tuple(one.seconds for one in self._channel.taken()))
+        grants = tuple(one.seconds for one in self._channel.taken())
+        return evolve(_moved(self._delivery, began, time.monotonic(), grants), called=self._called)
 
     def _until(self, good: Callable[[], bool], look_s: float = LOOK_S) -> None:
         _until(good, self._delivery, self._shape, look_s)
@@ -211,13 +215,19 @@ class PrefillRank:
     def _compute(self, began: float) -> None:
         """A forward pass that takes its time and computes nothing: the rows are there already."""
         layers = self._pool.site.shard.layers()
-        step, self._step = self._step, None
-        if step is None:
-            step = self._end.step({self._delivery.room: (self._shape.tokens, [PageTable(KV, self._ids)])})
+        if self._step is None:
+            self._step = self._end.step({self._delivery.room: (self._shape.tokens, [PageTable(KV, self._ids)])})
         for number, layer in enumerate(layers, 1):
             time.sleep(max(0.0, began + self._shape.compute_s * number / len(layers) - time.monotonic()))
-            step.layer_ready(layer)
-        step.close()
+            self._step.layer_ready(layer)
+        self._close(None)
+
+    def _close(self, ready: Event | None) -> None:
+        assert self._step is not None
+        before = time.monotonic()
+        self._step.close(ready)
+        self._called = time.monotonic() - before
+        self._step = None
 
     def idle(self) -> None:
         """Nothing to do."""

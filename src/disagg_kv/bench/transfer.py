@@ -49,7 +49,8 @@ class Measured:
         path: the path or paths that it took.
         descriptors: writes of one transfer, all ranks.
         segments: segments of one transfer, all prefill ranks.
-        phases: seconds; of the rank that spent most on the phase. ``placed``: from the first rank that handed its rows
+        phases: seconds; of the rank that spent most on the phase. ``call``: inside the call that makes the last rows
+            final, ``send_chunk`` or the ``close`` of a pass. ``placed``: from the first rank that handed its rows
             over until the last decode rank had its own in its pages; ``total``: until each knew that all had.
         gb_per_s: bytes through the median total.
         wire_s: seconds of the wire phase, where gather and scatter take no cores from it: of a further run in which
@@ -241,6 +242,7 @@ def _bulk(prefill: Ranks, decode: Ranks, plain: Plain) -> tuple[float, float]:
 def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Measured:
     phases = {phase: _phase(runs, phase) for phase in PHASES}
     grants = [grant for prefill, _ in runs for rank in prefill for grant in rank.grants]
+    phases["call"] = Quantiles.of([max(m.called for m in prefill) for prefill, _ in runs])
     phases["grant"] = Quantiles.of(grants or [0.0])
     wire = _phase(wire_runs, "wire")
     phases["placed"] = Quantiles.of([max(m.placed for m in decode) - _since(prefill) for prefill, decode in runs])

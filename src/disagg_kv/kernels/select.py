@@ -17,7 +17,17 @@ from ..geometry import CONVERSION_NAMES, CacheSpec, PageTable, shard
 from ..ids import GroupId
 from ..memory import U8, Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from ..planning import PageCopy, StagedLayout
-from .base import Checksums, Kernels, Move, PageMove, Pages, Prepared, PreparedGather, converts
+from .base import (
+    Checksums,
+    Kernels,
+    Move,
+    PageMove,
+    Pages,
+    Prepared,
+    PreparedCopy,
+    PreparedGather,
+    converts,
+)
 from .checksum import cpu as checksum_cpu
 from .copy import cpu as copy_cpu
 from .gather import cpu as gather_cpu
@@ -155,6 +165,22 @@ class TritonKernels:
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
         """Write the table of a gather; None for one that converts, which is several launches."""
         return None if converts(pool) else _launcher("gather").prepare(pool, moves, staging, moved=True)
+
+    def prepare_copy(self, moves: Sequence[PageMove]) -> PreparedCopy | None:
+        """Write the table of a copy; None for one that converts, which ``copy`` refuses."""
+        _launcher("gather")  # what is missing is said there
+        if any(converts(move.source.pool) for move in moves):
+            return None
+        return _copier(self._programs).prepare(moves)
+
+    def may_launch(self) -> bool:
+        """Not while the current stream is captured."""
+        _launcher("gather")
+        import torch
+
+        from .triton_kernels import INTERPRETED
+
+        return INTERPRETED or not torch.cuda.is_current_stream_capturing()
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Enqueue the sums behind ``after``, and their copy to the host."""

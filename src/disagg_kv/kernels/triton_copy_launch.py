@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,7 +20,8 @@ from .base import PageMove, Pages
 from .cuda_queue import Mark
 from .triton_copies import CopyCall, CopyPattern, CopyPatterns, PoolWords
 from .triton_kernels import Tuning
-from .triton_launch import Host, LaunchContext, Written
+from .triton_launch import Host, LaunchContext, PreparedLaunch, Written
+from .triton_slots import ArgumentSlot
 from .triton_tables import Planes
 
 INTERPRETED_PROGRAMS = 7
@@ -58,9 +60,40 @@ class CopyLauncher(Host):
             self._interpreter.copy(moves, self._programs or INTERPRETED_PROGRAMS, after)
             return None
         context = self._context(device)
-        call = self._write(context, moves)
+        call = self._write(context, moves, context.slots.take)
+        return None if call is None else self._enqueue(call, after)
+
+    def prepare(self, moves: Sequence[PageMove]) -> PreparedCopyLaunch | None:
+        """The same call up to its launch, compiled; see :class:`.base.SupportsArming`."""
+        device = self._device_of(moves)
+        if device is None or device == "cpu":
+            return None
+        context = self._context(device)
+        call = self._write(context, moves, context.slots.spare) if context.slots.may_prepare else None
         if call is None:
             return None
+        with torch.cuda.device(device):
+            self._compile(context, call.shape, call.slot.device, 1, 1)
+        context.slots.prepared(1)
+        pools = {id(pool): pool for move in moves for pool in (move.source.pool, move.target.pool)}
+        return PreparedCopyLaunch(
+            PreparedLaunch(partial(self._enqueue_kept, call, tuple(pools.values())), partial(self._give_up, call))
+        )
+
+    def _enqueue_kept(self, call: Written, pools: Sequence[PagedMemory], base: int, after: Event | None) -> Mark:
+        context = call.context
+        context.slots.prepared(-1)
+        # What waits for its event on the stream that it was written for came later.
+        call.stream = context.stream()
+        for pool in pools:
+            context.tables.of(pool, call.stream)
+        return self._enqueue(call, after)
+
+    def _give_up(self, call: Written) -> None:
+        call.context.slots.prepared(-1)
+        self._give_back(call)
+
+    def _enqueue(self, call: Written, after: Event | None) -> Mark:
         try:
             mark = self._launch(call, after)
         except BaseException:
@@ -68,7 +101,7 @@ class CopyLauncher(Host):
             with suppress(Exception):
                 call.stream.synchronize()
             raise
-        context.slots.give(call.slot, mark)
+        call.context.slots.give(call.slot, mark)
         return mark
 
     def _device_of(self, moves: Sequence[PageMove]) -> str | None:
@@ -80,14 +113,18 @@ class CopyLauncher(Host):
             return device
         return None
 
-    def _write(self, context: LaunchContext, moves: Sequence[PageMove]) -> Written | None:
-        """A call's table in a slot; None: there is nothing to do."""
+    def _write(
+        self, context: LaunchContext, moves: Sequence[PageMove], take: Callable[[int], ArgumentSlot | None]
+    ) -> Written | None:
+        """A call's table in a slot; None: there is nothing to do, or no slot."""
         stream = context.stream()
         with self._finding:
             call = CopyCall(moves, lambda pool: self._pool_words(context, pool, stream), self._patterns)
         if not call.entries:
             return None
-        slot = context.slots.take(call.words)
+        slot = take(call.words)
+        if slot is None:
+            return None
         call.write(slot.words, slot.addr)
         bound = self._bound(context)
         programs, counts = min(call.total, bound), (call.shape.tiles, call.total)
@@ -126,6 +163,21 @@ class CopyLauncher(Host):
                 nothing = torch.empty(1, dtype=torch.int64, device=device)
                 self._compile(context, pattern.shape, nothing, 1, 1)
             stream.synchronize()
+
+
+class PreparedCopyLaunch:
+    """See :class:`.base.PreparedCopy`."""
+
+    def __init__(self, prepared: PreparedLaunch) -> None:
+        self._prepared = prepared
+
+    def launch(self, after: Event | None) -> Mark | None:
+        """See :meth:`.base.PreparedCopy.launch`."""
+        return self._prepared.launch(0, after)
+
+    def drop(self) -> None:
+        """See :meth:`.base.Prepared.drop`."""
+        self._prepared.drop()
 
 
 def patterns(

@@ -56,7 +56,7 @@ def test_strategies_stand_side_by_side_under_one_ceiling(transport: str, capsys:
     assert found["nbytes"] == 40 * 2 * 2 * 4 * 16 * 2
     assert list(found["strategies"]) == ["slice", "staged"]
     for name, measured in found["strategies"].items():
-        assert list(measured["phases"]) == [*PHASES, "grant", "placed", "total"]
+        assert list(measured["phases"]) == [*PHASES, "call", "grant", "placed", "total"]
         assert all(of.keys() == QUANTILES and 0 <= of["p50"] <= of["p95"] for of in measured["phases"].values())
         assert measured["path"] == name
         assert measured["gb_per_s"] == pytest.approx(found["nbytes"] / measured["phases"]["total"]["p50"] / 1e9)

@@ -9,6 +9,7 @@ import pytest
 
 from disagg_kv.channels import Hub, InprocChannel, News
 from disagg_kv.endpoints import Environment, PrefillEndpoint
+from disagg_kv.endpoints.prefill.armed import ArmedCopies
 from disagg_kv.endpoints.prefill.handle import SubmittedChunk
 from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, EventFifo, ThroughputEstimator
 from disagg_kv.endpoints.runtime.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
@@ -26,7 +27,7 @@ from tests.support.rig_parts import Flag
 def handed(turn: int = 1) -> list[SubmittedChunk]:
     """Ten rows of a room."""
     key = RoomKey(RoomId(b"room"), Generation(1))
-    return [SubmittedChunk(key, turn, 0, 10, {}, Batch((10,), layered=True))]
+    return [SubmittedChunk(key, turn, 0, 10, {}, Batch((10,), layered=True), ArmedCopies(lambda: False))]
 
 
 def computed(pacer: ThroughputEstimator, clock: FakeClock) -> None:

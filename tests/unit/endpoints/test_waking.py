@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
@@ -220,6 +220,9 @@ class Commands:
     def final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         self.events.append(ready)
         self.said.append(f"final {sorted(layers or ())}")
+
+    def launch(self, handed: Sequence[SubmittedChunk], events: Mapping[LayerId, Event | None]) -> bool:
+        return False
 
     def closed(self, handed: Sequence[SubmittedChunk], ready: Event | None) -> None:
         self.said.append("closed")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.errors import RemoteProtocolError
+from disagg_kv.errors import AbortedError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import LayerId, Rank
 from disagg_kv.planning import Intake, Limits, Segment
 from disagg_kv.protocol import (
+    Cancel,
     CastVote,
     Decided,
+    Disarmed,
     FlowPlan,
     Granted,
     Phase,
@@ -190,8 +192,35 @@ def test_exposed_pages_need_no_lease() -> None:
 
 def test_exposed_pages_wait_for_rows_that_are_not_computed() -> None:
     room = Room(chunks=1, ready=False)
-    assert room.expect(given=plan(exposed=True)) == []
+    effects = room.expect(given=plan(exposed=True))
+    assert [one.transfer.segment for one in only(effects, Granted)] == [A]
+    assert len(effects) == 1
+    assert not room.begin(A, lease=None)
     assert transfers(room.ready(1)) == [A]
+    assert not room.begin(A, lease=None, ahead=True), "its rows are final: the transfer is ordered"
+
+
+def test_an_armed_segment_is_written_or_disarmed_and_then_ordered_anew() -> None:
+    """Whether its rows are final by then or not."""
+    room = Room(chunks=1, ready=False)
+    room.expect(given=plan(exposed=True))
+    assert room.begin(A, lease=None, ahead=True)
+    assert not room.begin(A, lease=None, ahead=True)
+    assert [one.transfer.segment for one in only(room.say(Disarmed(A)), Granted)] == [A]
+    assert room.begin(A, lease=None, ahead=True)
+    assert room.ready(1) == []
+    assert transfers(room.say(Disarmed(A))) == [A]
+    assert room.begin(A, lease=None)
+    assert [f.lease for f in frames(room.say(Wrote(A)), ChunkReady)] == [None]
+
+
+def test_a_segment_that_is_armed_holds_back_drained() -> None:
+    """As a posted write does."""
+    room = Room(chunks=1, ready=False)
+    room.expect(given=plan(exposed=True))
+    assert room.begin(A, lease=None, ahead=True)
+    assert frames(room.say(Cancel(AbortedError("enough"))), Drained) == []
+    assert len(frames(room.say(Disarmed(A)), Drained)) == 1
 
 
 def test_look_ahead_asks_early_and_says_again_when_the_rows_are_computed() -> None:
@@ -284,9 +313,9 @@ def test_events_of_chunks_may_happen_in_any_order() -> None:
     room.expect(given=plan(exposed=True))
     assert transfers(room.ready(2)) == [B]
     room.machine.withdraw(0.0)
-    assert room.ready(1) == []
-    assert room.add(8, start=0, ready=False) == []
-    assert room.ready(2) == []
+    assert transfers(room.ready(1)) == []
+    assert transfers(room.add(8, start=0, ready=False)) == []
+    assert transfers(room.ready(2)) == []
     assert transfers(room.ready(3)) == [A, B]
 
 
@@ -297,14 +326,14 @@ def test_rows_that_came_by_two_calls_are_final_when_both_are() -> None:
     room.machine.withdraw(0.0)
     room.add(2, start=0, ready=False)
     room.add(8, start=2, ready=False)
-    assert room.ready(3) == []
+    assert transfers(room.ready(3)) == []
     assert len(transfers(room.ready(2))) == 1
 
 
 def test_a_segment_is_final_when_all_its_layers_are() -> None:
     room = Room(chunks=1, ready=False)
     room.expect(given=plan(exposed=True))
-    assert room.ready(1, {LayerId(1)}) == []
+    assert transfers(room.ready(1, {LayerId(1)})) == []
     room.machine.tick(300.0)
     assert "rows 0-4 never became final in layers [0]" in str(room.machine.error)
     room = Room(chunks=1, ready=False)

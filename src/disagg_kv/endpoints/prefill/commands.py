@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from ...ids import LayerId
@@ -11,6 +11,7 @@ from ...protocol import RoomKey
 from ..runtime.admission import Admission
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import HostEvent
+from .armed import EngineLaunches
 from .handle import Act, SubmittedChunk
 from .rooms import PrefillSide
 
@@ -22,10 +23,12 @@ class PostedCommands:
         loop: runs them.
         side: does what they say, on the loop's thread.
         admission: whether calls are taken.
+        launches: launch what the loop's thread has armed.
     """
 
-    def __init__(self, loop: EventLoop, side: PrefillSide, admission: Admission) -> None:
+    def __init__(self, loop: EventLoop, side: PrefillSide, admission: Admission, launches: EngineLaunches) -> None:
         self.admission = admission
+        self._launches = launches
         self._loop = loop
         self._side = side
 
@@ -43,6 +46,10 @@ class PostedCommands:
     ) -> None:
         """Layers of submitted rows behind an event."""
         self._loop.post(partial(self._side.final_at, submitted, layers, ready, self._loop.clock()), wake=False)
+
+    def launch(self, submitted: Sequence[SubmittedChunk], events: Mapping[LayerId, Event | None]) -> bool:
+        """Launch here what is armed."""
+        return self._launches.launch([one.armed for one in submitted], events)
 
     def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
         """The first layer."""

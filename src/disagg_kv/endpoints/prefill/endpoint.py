@@ -29,6 +29,7 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.mapping import check_mapping
 from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots, warm_copies
+from .armed import EngineLaunches
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
@@ -122,7 +123,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 
         super().__init__(parts, me, side)
-        self._commands = PostedCommands(self._loop, self._side, self._admission)
+        launches = EngineLaunches(movers, self._loop.clock)
+        self._commands = PostedCommands(self._loop, self._side, self._admission, launches)
 
     def open(
         self,

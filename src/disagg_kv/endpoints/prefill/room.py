@@ -10,6 +10,7 @@ from ...protocol import RoomKey, SendRoom
 from ...trace import Span
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import HostEvent
+from .armed import ArmedCopies
 from .handle import DeliveryHandle, LayerGroups
 from .ready_events import ReadyEvents
 from .routes import Route
@@ -29,6 +30,7 @@ class PrefillRoom:
     withdrawn: list[HostEvent] = field(factory=list)
     ready_events: ReadyEvents = field(factory=ReadyEvents)
     passes: dict[int, LayerGroups] = field(factory=dict)
+    armed: dict[int, ArmedCopies] = field(factory=dict)
 
     def account(self, now: float) -> None:
         """Say what the room has cost so far, and that pages that were taken away are not read any more."""

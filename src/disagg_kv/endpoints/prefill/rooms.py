@@ -133,6 +133,8 @@ class PrefillSide:
         for one in submitted:
             self._add(one, ready=False)
             room = self._rooms.get(one.key)
+            if room is not None:
+                room.armed[one.call_id] = one.armed
             if room is not None and one.batch.layered:
                 room.passes[one.call_id] = cuts
                 self._cut(room, cuts)
@@ -186,6 +188,7 @@ class PrefillSide:
             room = self._rooms.get(one.key)
             if room is not None:
                 room.passes.pop(one.call_id, None)
+                room.armed.pop(one.call_id, None)
         self._passes.closed(submitted, ready, said, partial(self.broken, [one.key for one in submitted]))
 
     def _gated(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
@@ -222,8 +225,11 @@ class PrefillSide:
             fired.set()
             return
         room.withdrawn.append(fired)
-        self.transfers.prepared.forget(room)
+        room.armed.clear()
+        self.transfers.unprepare(room)
         self._apply(room, room.machine.withdraw(self._loop.now))
+        # At once: the rows may be given again by the next command.
+        self._advance(self.transfers.review)
 
     # Frames.
 
@@ -385,6 +391,8 @@ class PrefillSide:
         if not self.transfers.active:
             return waiting
         budget = Budget(self._loop.clock)
+        if self.transfers.armed:
+            self._advance(self.transfers.review)
         if self.transfers.waits:
             self._advance(self.transfers.look)
             self._take_ends()
@@ -399,6 +407,9 @@ class PrefillSide:
         if self.transfers.prepared.gathers.waiting:
             self._loop.flush()
             moving |= self.transfers.prepared.work()
+        if self.transfers.to_arm:
+            self._loop.flush()
+            moving |= self._advance(self.transfers.arm)
         return moving or waiting
 
     def _advance(self, act: Callable[[], bool | None]) -> bool:
@@ -452,9 +463,10 @@ class PrefillSide:
                 case Transfer():
                     self.transfers.add(room, effect)
                 case Granted(transfer):
-                    self.transfers.prepared.add(room, transfer)
+                    self.transfers.granted(room, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
+        self.transfers.changed(room)
         self._publish(room)
         # May be decided, and reported to the engine, at once: not before everything else has been done.
         for vote in votes:
@@ -464,7 +476,7 @@ class PrefillSide:
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
-            self.transfers.prepared.forget(room)
+            self.transfers.unprepare(room)
             hellos = [route.remote.hello for route in room.routes.values()]
             self._loop.peer_registry.hold(room.key, self.transfers.writes.owed(room), hellos)
         room.account(self._loop.now)

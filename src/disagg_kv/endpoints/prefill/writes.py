@@ -18,7 +18,7 @@ from ...errors import PeerLostError
 from ...ids import Epoch, Ticket, peer_name
 from ...memory import Event
 from ...planning import Writes
-from ...protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
+from ...protocol import Disarmed, Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..runtime.event_loop import EventLoop
@@ -34,7 +34,7 @@ class Moved:
 
     room: PrefillRoom
     to: Epoch
-    event: Wrote | WriteFailed | Quiet
+    event: Wrote | WriteFailed | Quiet | Disarmed
 
 
 @frozen
@@ -60,7 +60,7 @@ class Post:
     """What was posted for one transfer, as one: it ends when all its tickets have ended, or when it was copied.
 
     Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``. ``copying``: a
-    kernel may still read and write.
+    kernel may still read and write, or is armed to do so.
     """
 
     room: PrefillRoom
@@ -134,7 +134,7 @@ class PostedWrites:
         """Keep an outcome: an event of a room raised."""
         self.outcomes.append(Broken(room, error))
 
-    def moved(self, room: PrefillRoom, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
+    def moved(self, room: PrefillRoom, to: Epoch, event: Wrote | WriteFailed | Quiet | Disarmed) -> None:
         """Keep an outcome: how a transfer went."""
         if not isinstance(event, Quiet):
             nbytes = 0
@@ -247,6 +247,11 @@ class PostedWrites:
         """What failed before it was quiet is quiet at last."""
         self._unpin(post)
         self.moved(post.room, post.transfer.to, Quiet(post.transfer.segment))
+
+    def disarmed(self, post: Post) -> None:
+        """What was armed is not launched."""
+        self._unpin(post)
+        self.moved(post.room, post.transfer.to, Disarmed(post.transfer.segment))
 
     def _unpin(self, post: Post) -> None:
         posts = self.of_room[post.room]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...endpoints import PrefillEndpoint
@@ -101,7 +101,7 @@ class ForwardPasses:
         if not self._node.alive:
             return
         layer = layers.pop()
-        step.layer_ready(layer, self._by_event(chunks, [layer]))
+        self._say(partial(step.layer_ready, layer, self._by_event(chunks, [layer])))
         if layers and self._world.random.random() < 0.85:
             self._world.later(0.001, partial(self._layer, step, chunks, layers))
         else:
@@ -111,12 +111,19 @@ class ForwardPasses:
         """A pass ends; layers that were not announced are final then, or at an event."""
         if layers and len(layers) < len(self._node.memory.pool.site.shard.layers()):
             self._world.saw(Kind.LAYERS_REST)
-        step.close(self._by_event(chunks, layers))
+        self._say(partial(step.close, self._by_event(chunks, layers)))
         self._running = False
         for chunk in chunks:
             chunk.entry.room.chunk(chunk.entry, chunk.number + 1)
         if self._waiting:
             self._world.later(0.0, self._next)
+
+    def _say(self, call: Callable[[], object]) -> None:
+        """A call that makes layers final; it may launch copies."""
+        before = self._node.kernels.copies
+        call()
+        if self._node.kernels.copies > before:
+            self._world.saw(Kind.ARMED)
 
     def _by_event(self, chunks: Sequence[Chunk], layers: list[LayerId]) -> SimEvent | None:
         """Layers of rows are in their pages now, or when the event happens."""

@@ -30,6 +30,8 @@ class SimKernels:
         self._world = world
         self._node = node
         self._transport = transport
+        self.copies = 0
+        """Launches of copies into mapped pages."""
 
     def gather(
         self,
@@ -71,6 +73,7 @@ class SimKernels:
 
     def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
         """Copy pages into mapped pages, now or later, and not before ``after``; see :mod:`.copies`."""
+        self.copies += 1
         return copy(self._transport.dma, self._transport, moves, after)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:

@@ -91,7 +91,7 @@ def _prefill(view: PrefillInspection) -> Iterator[Piece]:
         for post in slot.pins:
             if post.room.key in failed or post.room.key not in view.rooms:
                 yield post.transfer.to, post.room.key.room, 0, 0, transfers.slots.slot_bytes
-    copies = (post for one in (*transfers.copies.running, *transfers.copies.failed) for post in one.posts)
+    copies = (post for posts in transfers.copies.posts() for post in posts)
     direct = (post for post in transfers.posts.values() if post.slot is None)
     for post in {id(post): post for post in (*direct, *copies)}.values():
         if post.room.key in failed or post.room.key not in view.rooms:

@@ -90,13 +90,14 @@ class SimNode(SimProcess):
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
         life = Incarnation(self.epoch, self.process, self._watch, born=self.life)
+        self.kernels = SimKernels(world, self, self.transport)
         environment = Environment(clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers)
         if self.side == "decode":
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
-                allocator=self._allocate, options=scenario.options, kernels=SimKernels(world, self, self.transport),
+                allocator=self._allocate, options=scenario.options, kernels=self.kernels,
                 observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.view = decode, decode.inspect()
@@ -107,11 +108,12 @@ class SimNode(SimProcess):
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.prefill_paths[scenario.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
-                slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self, self.transport),
+                slots=scenario.slots, options=scenario.options, kernels=self.kernels,
                 observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.view = prefill, prefill.inspect()
-            self._unprepared = (self.view.transfers.pending, self.view.transfers.prepared.gathers.waiting)
+            transfers = self.view.transfers
+            self._unprepared = (transfers.pending, transfers.prepared.gathers.waiting, transfers.unarmed)
         self.loop = self.endpoint.driver.loop
         self._end_rooms = self.loop.side.integrity_failure
         self.loop.side.integrity_failure = self._handle_error  # type: ignore[method-assign]
