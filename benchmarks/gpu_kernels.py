@@ -1,5 +1,8 @@
 """Gather, scatter and checksum on a GPU against a plain device copy of as many bytes; prints one JSON document.
 
+A gather may convert: it reads bfloat16 and writes float8 with scales that are given per head, or computed per token and
+head and written too. Its ``share`` compares bytes read and written per second with those of the copy.
+
 48 layers, 8 heads of 128, K and V, pages in shuffled order. What each rank of the named tensor-parallel sizes does is
 one call. The bytes are checked against the reference before anything is timed. ``device_us`` is per call over calls
 that are queued one after another, event to event; copies of the same bytes are timed in turn with them, and ``share``
@@ -20,23 +23,24 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 import triton
-from attrs import frozen
+from attrs import evolve, frozen
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Checksums, Move, ReferenceKernels
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
+from disagg_kv.kernels.triton_convert import gather as gather_converted
 from disagg_kv.kernels.triton_kernels import TUNED, Tuning
 from disagg_kv.kernels.triton_launch import Launcher, PreparedLaunch
 from disagg_kv.kernels.triton_sums import ChecksumLauncher
-from disagg_kv.memory import Buffer, Event, Layout, PagedPool
+from disagg_kv.memory import Buffer, ConvertedPool, Event, Layout, MemoryPool, PagedPool
 from disagg_kv.planning import StagedLayout
 
 KV = GroupId("kv")
@@ -57,6 +61,8 @@ class Case:
         page_size: tokens.
         tokens: of the call.
         layout: of the pool.
+        into: the dtype into which a gather converts, if it does.
+        computed: its scales are computed, else given per head.
     """
 
     op: str
@@ -67,6 +73,8 @@ class Case:
     page_size: int = 64
     tokens: int = 8192
     layout: Layout = "NHD"
+    into: str = ""
+    computed: bool = False
 
 
 CASES = [
@@ -89,7 +97,40 @@ CASES = [
     Case("checksum", "float8_e4m3fn", "1->8", 8, 8),
     Case("checksum", "bfloat16", "4->1", 2, 1, page_size=1),
     Case("checksum", "bfloat16", "4->1", 2, 1, tokens=1024),
+    Case("gather", "bfloat16", "4->1", 2, 1, into="float8_e4m3fn"),
+    Case("gather", "bfloat16", "1->4", 8, 4, into="float8_e4m3fn"),
+    Case("gather", "bfloat16", "4->1", 2, 1, into="float8_e5m2"),
+    Case("gather", "bfloat16", "4->1", 2, 1, into="float8_e4m3fn", computed=True),
+    Case("gather", "bfloat16", "1->4", 8, 4, into="float8_e4m3fn", computed=True),
+    Case("gather", "bfloat16", "4->1", 2, 1, into="float8_e4m3fn", tokens=1024),
 ]
+
+
+class Conversions:
+    """Gathers that convert, as the kernels launch them."""
+
+    def __init__(self) -> None:
+        self._plain = Launcher("gather")
+
+    def __call__(
+        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None = None
+    ) -> Event | None:
+        """Enqueue them."""
+        return gather_converted(self._plain, pool, moves, staging, after)
+
+
+Launch = Launcher | ChecksumLauncher | Conversions
+
+
+def read_as(case: Case, pool: PagedPool) -> MemoryPool:
+    """The pool that a case reads: converted, where it converts."""
+    if not case.into:
+        return pool
+    spec = pool.site.spec.cast(case.into, computed=case.computed)
+    if not case.computed:
+        given = [0.5 + 0.25 * head for head in range(case.heads)]
+        spec = CacheSpec({layer: [evolve(c, scales=given) for c in cs] for layer, cs in spec.layers.items()})
+    return ConvertedPool(pool, spec)
 
 
 class Bench:
@@ -113,17 +154,20 @@ class Bench:
             for _ in range(2)
         ]
         self._pages = np.random.default_rng(0).permutation(count)
-        self._order = [i for n in ("k", "v") for i, p in enumerate(self.pools[0].site.planes) if p.component == n]
+        self.source = read_as(case, self.pools[0])
+        names, planes = self.source.site.spec.names(), self.source.site.planes
+        self._order = [i for n in names for i, p in enumerate(planes) if p.component == n]
         self.moves, self.nbytes = self.of(case.tokens)
         self.staging = [self._noise(self.nbytes) for _ in range(2)]
         self._sums: list[Checksums] = []
 
     def of(self, tokens: int) -> tuple[list[Move], int]:
         """The case's moves for its first ``tokens`` tokens, and their bytes."""
-        case, planes = self.case, len(self._order)
+        case, planes, site = self.case, len(self._order), self.source.site
         units = case.heads // case.parts
-        part = tokens * units * DIM * (2 if case.dtype == "bfloat16" else 1)
-        each = np.arange(planes, dtype=np.int64)
+        cells = [site.spec.component(site.planes[i].layer, site.planes[i].component).unit_bytes for i in self._order]
+        ends = np.cumsum([0, *cells]) * tokens * units
+        part, each = int(ends[-1]), np.zeros(planes, np.int64)
         table = PageTable(KV, self._pages[: -(-tokens // case.page_size)])
         moves = [
             Move(
@@ -131,29 +175,34 @@ class Bench:
                     np.array(self._order, np.int32),
                     np.full(planes, i * units, np.int32),
                     np.full(planes, units, np.int32),
-                    0 * each,
-                    0 * each + tokens,
-                    each * part,
-                    planes * part,
+                    each,
+                    each + tokens,
+                    ends[:-1],
+                    part,
                 ),
                 {KV: table},
-                i * planes * part,
+                i * part,
             )
             for i in range(case.parts)
         ]
-        return moves, case.parts * planes * part
+        return moves, case.parts * part
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a call reads and writes."""
+        case = self.case
+        read = 2 * len(self.pools[0].site.planes) * case.tokens * case.heads * DIM
+        return read + self.nbytes if case.into else (1 if case.op == "checksum" else 2) * self.nbytes
 
     def _noise(self, nbytes: int) -> Buffer:
         memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device)
         _finish(self.device)
         return Buffer(memory.data_ptr(), nbytes, str(memory.device), memory)
 
-    def call(
-        self, launcher: Launcher | ChecksumLauncher, after: Event | None = None, *, moves: list[Move] | None = None
-    ) -> Event | None:
-        """PreparedLaunch the case, or other moves."""
-        if isinstance(launcher, Launcher):
-            return launcher(self.pools[0], moves or self.moves, self.staging[0], after)
+    def call(self, launcher: Launch, after: Event | None = None, *, moves: list[Move] | None = None) -> Event | None:
+        """Launch the case, or other moves."""
+        if not isinstance(launcher, ChecksumLauncher):
+            return launcher(self.source, moves or self.moves, self.staging[0], after)
         # As an endpoint would: what is there by now is read, and its arguments' memory is used again.
         for sums in [one for one in self._sums if one.event is None or one.event.query()]:
             sums.read()
@@ -177,7 +226,7 @@ class Bench:
 
         return prepare, lambda: ready.pop().launch()
 
-    def check(self, launcher: Launcher | ChecksumLauncher) -> None:
+    def check(self, launcher: Launch) -> None:
         """Stop the program where bytes differ from the reference's, moved or not, or sums do."""
         reference = ReferenceKernels()
         if isinstance(launcher, ChecksumLauncher):
@@ -189,7 +238,7 @@ class Bench:
                 sys.exit(f"wrong sums: {self.case}")
             return
         if self.case.op == "gather":
-            reference.gather(self.pools[0], self.moves, self.staging[1], None)
+            reference.gather(self.source, self.moves, self.staging[1], None)
             pairs = self.staging
         else:
             tensor_of(self.pools[1].buffers[0]).copy_(tensor_of(self.pools[0].buffers[0]))
@@ -243,10 +292,12 @@ def _host(runs: Iterable[Callable[[], Event | None]]) -> tuple[float, float]:
 
 def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> list[dict[str, object]]:
     bench = Bench(case, layers, device)
-    launchers = {
-        tuning: ChecksumLauncher(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
-        for tuning in tunings or [TUNED[case.op]]
-    }
+    launchers: dict[Tuning, Launch] = {}
+    for tuning in tunings or [TUNED["gather_converted" if case.into else case.op]]:
+        if case.into:
+            launchers[tuning] = Conversions()
+        else:
+            launchers[tuning] = ChecksumLauncher(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
     for launcher in launchers.values():
         bench.check(launcher)
         tensor_of(bench.staging[0]).random_(0, 256)
@@ -271,6 +322,8 @@ def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> lis
             {
                 "op": case.op,
                 "dtype": case.dtype,
+                "into": case.into,
+                "computed": case.computed,
                 "tp": case.tp,
                 "layout": case.layout,
                 "page_size": case.page_size,
@@ -279,8 +332,8 @@ def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> lis
                 "peers": case.parts,
                 "bytes": bench.nbytes,
                 "copy_GB_per_s": round(2 * bench.nbytes / copied / 1e9),
-                "GB_per_s": round((1 if case.op == "checksum" else 2) * bench.nbytes / ours / 1e9),
-                "share": round(copied / ours, 3),
+                "GB_per_s": round(bench.moved / ours / 1e9),
+                "share": round(copied / ours * (bench.moved / (2 * bench.nbytes) if case.into else 1), 3),
                 "device_us": round(ours * 1e6, 1),
                 "host_us": round(host * 1e6, 1),
                 "host_new_us": round(new * 1e6, 1),
@@ -318,10 +371,7 @@ def main() -> None:
         for warps in given.warps
         for together in (False, True)
     ]
-    cases = [
-        Case(c.op, c.dtype, c.tp, c.heads, c.parts, c.page_size, given.tokens or c.tokens, c.layout)
-        for c in (CASES[i] for i in given.case)
-    ]
+    cases = [evolve(c, tokens=given.tokens or c.tokens) for c in (CASES[i] for i in given.case)]
     measured = [result for case in cases for result in _measure(case, given.layers, given.device, tunings)]
     report = {
         "command": " ".join(["python", *sys.argv]),

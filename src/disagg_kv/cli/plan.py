@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError
-from ..geometry import CacheSpec, Shard, shard, stages
+from ..geometry import CacheSpec, Shard, conversions, shard, stages
 from ..planning import Batch, CostModel, Groups, LayerRun, Pace
 from ..strategies import Explanation, LayerPipelined, PairCount, explain
 from .options import DecodePageSize, Layers, PageSize
@@ -34,6 +34,8 @@ def plan(
     v_head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one V head; default: as K.")] = None,
     mla_latent: Annotated[int | None, typer.Option(min=1, help="Elements of an MLA latent, instead of heads.")] = None,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
+    decode_dtype: Annotated[str | None, typer.Option(help="Element type of decode's cache, if it differs.")] = None,
+    decode_scales: Annotated[bool, typer.Option("--decode-scales", help="With computed float8 scales.")] = False,
     page_size: PageSize = 64,
     decode_page_size: DecodePageSize = None,
     order: Annotated[str, typer.Option(help="Order inside a page: NHD (tokens first) or HND.")] = "NHD",
@@ -53,22 +55,26 @@ def plan(
 ) -> None:
     """Show what each path would post for one request, and which path ``auto`` selects."""
     spec = _spec(layers, kv_heads, head_dim, v_head_dim, mla_latent, dtype)
+    into = _decoded(spec, dtype, decode_dtype, decode_scales)
+    converted = ", ".join(sorted(conversions(spec, into))) or None
     found = explain(
         spec,
         ranks(spec, prefill_tp, prefill_pp),
-        ranks(spec, decode_tp, decode_pp),
+        ranks(into, decode_tp, decode_pp),
         tokens,
         (page_size, decode_page_size or page_size),
         order=(order, decode_order or order),
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
         maps=maps,
+        decode_spec=into,
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
     emit(
-        document(found, groups),
+        {**document(found, groups), "conversion": converted},
         _paths(found),
         _pairs(found),
+        Text(f"conversion, by prefill's kernel: {converted or 'none'}"),
         Text(f"auto: {found.auto.reason}"),
         Text(f"layer_pipelined: {groups.count} groups of {groups.size} layers: {groups.reason}"),
         as_json=as_json,
@@ -119,6 +125,18 @@ def _spec(
     if kv_heads is None or head_dim is None:
         raise ConfigurationError("--kv-heads and --head-dim are needed, or --mla-latent")
     return CacheSpec.kv(layers, kv_heads, head_dim, dtype, v_head_dim=v_head_dim)
+
+
+def _decoded(spec: CacheSpec, dtype: str, decode_dtype: str | None, computed: bool) -> CacheSpec:
+    """Decode's cache."""
+    if decode_dtype is None and computed:
+        raise ConfigurationError("--decode-scales needs --decode-dtype")
+    if decode_dtype in (None, dtype):
+        return spec
+    into = spec.cast(decode_dtype, computed=computed)
+    if into == spec:
+        raise ConfigurationError(f"--decode-dtype: there is no conversion from {dtype} to {decode_dtype}")
+    return into
 
 
 def _pair(pair: PairCount) -> dict[str, Json]:

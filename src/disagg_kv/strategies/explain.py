@@ -8,7 +8,7 @@ from attrs import frozen
 
 from .. import arguments
 from ..errors import ConfigurationError, DisaggKVError, text_of
-from ..geometry import CacheSpec, Shard
+from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
 from .base import Job, TransferPlanner, maps_pages, refusal
@@ -68,6 +68,7 @@ def explain(
     rotation: int = 0,
     cost: CostModel | None = None,
     maps: bool = False,
+    decode_spec: CacheSpec | None = None,
 ) -> Explanation:
     """Count what each registered path posts for one request of ``tokens`` tokens, all of them sent.
 
@@ -85,6 +86,7 @@ def explain(
         rotation: which replica takes which piece.
         cost: costs of the fabric; None: the defaults.
         maps: the transport maps memory of peers; otherwise ``auto`` takes no path that needs it.
+        decode_spec: decode's cache, into which prefill's is converted; None: it is the same.
 
     Raises:
         ConfigurationError: numbers that cannot be, shards that do not fit together, or a path that raises.
@@ -93,23 +95,28 @@ def explain(
     if not decode:
         raise ConfigurationError("a plan needs at least one decode rank")
     arguments.flag(maps, "maps")
-    sources = [plain_site(spec, shard, tokens, page_size[0], order[0]) for shard in prefill]
+    wanted = spec if decode_spec is None else arguments.one(decode_spec, "decode_spec", CacheSpec)
+    found = difference(spec, wanted)
+    if found is not None:
+        raise ConfigurationError(f"{found.field}: {found.source} of prefill cannot become {found.target} of decode")
+    sources = [read_as(plain_site(spec, shard, tokens, page_size[0], order[0]), wanted) for shard in prefill]
+    prefill = shards_as(tuple(prefill), spec, wanted)
     limits, known, pairs = Limits(slot_bytes, lease_bytes, page_size[0]), paths(), list[PairCount]()
     for number, shard in enumerate(decode):
-        site = plain_site(spec, shard, tokens, page_size[1], order[1])
+        site = plain_site(wanted, shard, tokens, page_size[1], order[1])
         rows = RowRange(0, tokens)
-        intake = Intake.build(spec, prefill, shard, rotation).for_rows(rows)
+        intake = Intake.build(wanted, prefill, shard, rotation).for_rows(rows)
         for rank, parts in enumerate(intake.parts):
             sizes = {s: intake.part_bytes(s, Rank(rank)) for s in intake.segments(Rank(rank), 0, tokens, limits)}
             segments = [segment for segment, nbytes in sizes.items() if nbytes]
             if segments:
                 pair, counts, refused = PairPlan(sources[rank], site, parts, rows), dict[str, int](), dict[str, str]()
                 for path in known.values():
-                    found = _count(path, pair, segments)
-                    if isinstance(found, str):
-                        refused[path.name] = found
+                    count = _count(path, pair, segments)
+                    if isinstance(count, str):
+                        refused[path.name] = count
                     else:
-                        counts[path.name] = found
+                        counts[path.name] = count
                 one = Rank(rank), Rank(number), sum(sizes.values())
                 pairs.append(PairCount(*one, counts, len(segments), refused))
     return _sum_up(pairs, cost or CostModel(), known, maps)

@@ -221,3 +221,12 @@ def test_the_title_says_which_model_crossed_between_which_ranks() -> None:
     flat, staged = made(prefill_tp=4), made(model="hybrid", prefill_pp=2, decode_tp=2)
     assert moved(DemoConfig(), flat).title == "llama, TP 4 -> 1, staged, shm"
     assert moved(DemoConfig(), staged).title == "hybrid, TP 1 -> 2, PP 2 -> 1, staged, shm"
+
+
+def test_a_cache_is_converted_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes are the specified conversion of prefill's, a quarter of float32's; tokens follow from rounded rows."""
+    line = ["demo", *SMALL, "--decode-dtype", "float8_e4m3fn", "--verify", "full", "--json"]
+    assert run(line) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["tokens_equal"], found["wrong_bytes"], found["stray_bytes"]) == (True, True, 0, 0)
+    assert found["kv_bytes"] == found["prompt_tokens"] * 2 * 2 * 8 * 32

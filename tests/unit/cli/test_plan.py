@@ -149,3 +149,29 @@ def test_layer_groups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert run(model[:-1]) == 0
     assert "layer_pipelined: 6 groups of 6 layers" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_conversion_is_shown_halves_the_bytes_and_needs_a_kernel(cli: Cli) -> None:
+    found = cli.plan(f"{BIG} --prefill-tp 4 --decode-tp 1 --decode-dtype float8_e4m3fn --maps")
+    assert found["conversion"] == "bfloat16 to float8_e4m3fn"
+    assert found["bytes"] == BIG_BYTES // 2
+    paths = found["paths"]
+    assert isinstance(paths, dict)
+    assert all("no kernel is on this path" in paths[path]["refused"] for path in ("direct", "slice"))
+    assert numbers(found, "mapped")[1] == BIG_BYTES // 2
+    scaled = cli.plan(f"{BIG} --prefill-tp 4 --decode-tp 1 --decode-dtype float8_e4m3fn --decode-scales")
+    assert scaled["bytes"] == BIG_BYTES // 2 + 64 * 2 * 8 * 4 * 8192
+    assert cli.plan(BIG)["conversion"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--decode-dtype float16", "no conversion from bfloat16 to float16"),
+        ("--decode-dtype float4", "unknown dtype"),
+        ("--decode-scales", "needs --decode-dtype"),
+        ("--decode-dtype float32 --decode-scales", "float32 has no scales"),
+    ],
+)
+def test_a_conversion_that_there_is_not_is_an_error_that_says_why(cli: Cli, more: str, words: str) -> None:
+    assert words in str(cli.plan(f"{BIG} {more}", 2))

@@ -55,7 +55,7 @@ def leave(work: Path, prefill_tp: int, decode_tp: int, spoil: Callable[[U8], Non
         np.save(work / f"pool-{rank}.npy", memory)
         held = (rank * each, (rank + 1) * each)
         of = [
-            PlaneFile(f"{layer}.{'kv'[kind]}", held, 0, None, strides[layer][kind])
+            PlaneFile(f"{layer}.{'kv'[kind]}", held, 0, None, "float32", strides[layer][kind])
             for layer in range(LAYERS)
             for kind in range(2)
         ]
@@ -148,8 +148,8 @@ def test_of_a_window_the_last_rows_and_of_a_state_its_slot_must_arrive(tmp_path:
         memory[at : at + 2 * unit] = np.frombuffer(rows[:, row - 2].tobytes(), np.uint8)
     memory[slots + 4 * 2 * unit :][: 4 * 2 * unit] = np.frombuffer(state.swapaxes(0, 1).tobytes(), np.uint8)
     planes_of = (
-        PlaneFile("0.k", (0, 2), 0, 3, (0, PAGE * 2 * unit, 2 * unit, unit)),
-        PlaneFile("1.ssm", (0, 2), 4, None, (slots, 4 * 2 * unit, 2 * unit, unit)),
+        PlaneFile("0.k", (0, 2), 0, 3, "float32", (0, PAGE * 2 * unit, 2 * unit, unit)),
+        PlaneFile("1.ssm", (0, 2), 4, None, "float32", (slots, 4 * 2 * unit, 2 * unit, unit)),
     )
     file = PoolFile(planes_of, PAGE, TABLES[:1], ((1,),))
     nbytes = (3 + 4) * 2 * unit

@@ -33,6 +33,10 @@ from disagg_kv.errors import ConfigurationError, UnknownNameError
         ({"turns": 2, "decode_pp": 2}, "turns 2: only the model 'llama' without a pipeline"),
         ({"inject": "swap-heads", "strategy": "slice"}, "is a wrong gather: it needs path staged, not 'slice'"),
         ({"verify": "some"}, "unknown verify 'some'"),
+        ({"decode_dtype": "int8"}, "decode_dtype 'int8': there is no conversion from float32"),
+        ({"decode_dtype": "bfloat16", "turns": 2}, "decode_dtype supports the models"),
+        ({"decode_dtype": "bfloat16", "model": "mamba"}, "decode_dtype supports the models"),
+        ({"decode_dtype": "bfloat16", "inject": "negate"}, "decode_dtype supports the models"),
         ({"inject": "swap-heads", "kv_heads": 1, "prefill_tp": 1}, "needs 2 KV heads .*, not 1 and 32"),
     ],
 )

@@ -437,3 +437,17 @@ def test_pages_of_a_pass_are_looked_up_once_for_all_its_layers(monkeypatch: pyte
     run(model, PROMPT[:6], own)
     run(model, PROMPT[6:], own)
     assert asked == [(0, 6), (6, len(PROMPT))]
+
+
+def test_rows_of_another_dtype_are_read_in_the_models() -> None:
+    """As after a conversion: 0x38 is 1.0 in float8_e4m3fn."""
+    spec = CacheSpec.kv(1, 2, 4, "float8_e4m3fn")
+    pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=4)
+    for number in range(2):
+        pool.view(number)[:] = 0x38
+    table = PageTable(pool.site.groups[0].id, [1])
+    for given in PagedHFCache(pool, dtype="float32").read(0, table, 0, 3):
+        assert torch.equal(given, torch.ones(1, 2, 3, 4))
+    assert PagedHFCache(pool).read(0, table, 0, 3)[0].dtype is torch.float8_e4m3fn
+    with pytest.raises(GeometryError, match="unknown dtype"):
+        PagedHFCache(pool, dtype="float4")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ...errors import GeometryError, UnsupportedError
-from ...geometry import I32, Group, PageTable
+from ...geometry import I32, Group, PageTable, item_bytes
 from ...ids import LayerId
 from ...memory import PagedPool
 from ..versions import require
@@ -33,14 +33,19 @@ class PagedHFCache:
     Args:
         pool: layers of a model as in :func:`~disagg_kv.engines.hf.spec_from_config`, in one group of tokens and, for a
             model with states, one of states.
+        dtype: of the model's own cache; None: as the pool's. Where the pool's differs, as after a conversion without
+            scales, ``load`` and ``read`` give this dtype.
 
     Raises:
         UnsupportedError: a pool with other groups.
         MissingDependencyError: transformers is not installed.
     """
 
-    def __init__(self, pool: PagedPool) -> None:
+    def __init__(self, pool: PagedPool, *, dtype: str | None = None) -> None:
         require("transformers")
+        if dtype is not None:
+            item_bytes(dtype)
+        self._dtype = dtype
         self._device = pool.buffers[0].device
         site = pool.site
         if len(site.token_groups) != 1 or len(site.state_groups) > 1:
@@ -134,8 +139,17 @@ class PagedHFCache:
     def read(self, layer: int, table: PageTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of one layer's keys and values ``[1, heads, rows, dim]`` of the rows ``[start, stop)``."""
         where = self.places(table, start, stop)
-        keys, values = (plane.cells[where].transpose(0, 1).unsqueeze(0) for plane in self._layers[layer].tokens)
+        keys, values = (
+            self._own(plane.cells[where]).transpose(0, 1).unsqueeze(0) for plane in self._layers[layer].tokens
+        )
         return keys, values
+
+    def _own(self, cells: torch.Tensor) -> torch.Tensor:
+        """Cells in the model's dtype."""
+        import torch
+
+        own: torch.dtype = cells.dtype if self._dtype is None else getattr(torch, self._dtype)
+        return cells.to(own)
 
     def write_states(self, cache: Cache, slot: PageTable) -> None:
         """Write the states that a model's cache has now into a room's slot.
@@ -172,7 +186,7 @@ class PagedHFCache:
                 if layer.window is not None:
                     own.cumulative_length = stop
             if layer.index is not None:
-                rows = layer.index.cells[self.places(table, 0, stop)]  # [rows, 1, dim]
+                rows = self._own(layer.index.cells[self.places(table, 0, stop)])  # [rows, 1, dim]
                 cast("DynamicIndexedLayer", cache.layers[number]).update_indexer(rows.squeeze(1).unsqueeze(0))
             if layer.recurrent is not None:
                 if slot is None:

@@ -1,4 +1,4 @@
-"""The comparison of the received bytes with those of prefill, with files and NumPy only.
+"""The comparison of the received bytes with those of prefill, with files, NumPy and the specified conversion only.
 
 Decode's pages are read from a copy of its memory, by the formula in ``Plane``'s docstring. The expected bytes come from
 the caches of the prefill ranks' own models.
@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from attrs import frozen
+
+from ....kernels.convert import reference
 
 POISON = 0xA5
 """What every byte of a decode pool holds before anything arrives."""
@@ -26,6 +29,7 @@ class PlaneFile:
         units: first unit (head, channel group) and one past the last.
         rows: rows of a state; 0: a row per token.
         window: only this number of last tokens had to arrive; None: all.
+        dtype: of its elements; prefill's files have float32.
         strides: offset, bytes from page to page, from row to row, from unit to unit.
     """
 
@@ -33,6 +37,7 @@ class PlaneFile:
     units: tuple[int, int]
     rows: int
     window: int | None
+    dtype: str
     strides: tuple[int, int, int, int]
 
 
@@ -94,7 +99,7 @@ def check(work: Path, tokens: Sequence[int], prefills: int, pools: Sequence[Pool
                 rows = np.stack([own[plane.name, unit] for unit in range(*plane.units)], axis=1)
                 if ours is not None:
                     rows[_rows(kept)] = ours[divmod(number, 2)].swapaxes(0, 1)
-                cells = rows.view(np.uint8)
+                cells = rows.view(np.uint8) if plane.dtype == "float32" else _converted(rows, plane.dtype)
                 first = 0 if plane.rows else count - len(cells)
                 pages, size = (pool.slots, plane.rows) if plane.rows else (pool.tables, pool.page_size)
                 where = _addresses(plane.strides, size, pages[request], first, cells.shape)
@@ -107,6 +112,12 @@ def check(work: Path, tokens: Sequence[int], prefills: int, pools: Sequence[Pool
             seen[_addresses(plane.strides, pool.page_size, pool.used, 0, shape)] = True
         stray += int(np.count_nonzero(memory[~seen] != POISON))
     return Checked(nbytes, wrong, stray)
+
+
+def _converted(rows: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
+    """The bytes that the specification of conversions makes of rows."""
+    cells: npt.NDArray[np.uint8] = reference.rounded(torch.from_numpy(rows), dtype).numpy()
+    return cells
 
 
 def _rows(runs: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:

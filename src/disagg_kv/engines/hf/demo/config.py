@@ -7,6 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from ....errors import ConfigurationError
+from ....geometry import CONVERSIONS
 from ....protocol import Verify, check_verify
 from ....strategies import strategy
 
@@ -38,6 +39,7 @@ class DemoConfig:
         decode_host: the address of decode's processes for prefill.
         decode_launch: words before the command of decode's processes, for example ``ip netns exec b``. They may be in
             another network, but share this machine's files, clock and process ids.
+        decode_dtype: dtype of decode's cache, into which prefill's is converted; None: as prefill's, float32.
         requests: number of prompts; each is the first of a conversation.
         turns: prompts per conversation. Each is the previous prompt, its answer, and ``turn_tokens`` more.
         turn_tokens: tokens that a later prompt adds.
@@ -72,6 +74,7 @@ class DemoConfig:
     prefill_host: str = LOOPBACK
     decode_host: str = LOOPBACK
     decode_launch: tuple[str, ...] = ()
+    decode_dtype: str | None = None
     requests: int = 4
     turns: int = 1
     turn_tokens: int = 48
@@ -129,6 +132,7 @@ class DemoConfig:
                 f"prefill_host {self.prefill_host!r} and decode_host {self.decode_host!r} cannot reach each other"
             )
         check_verify(self.verify)
+        self._check_dtype()
         if self.inject == "swap-heads" and strategy(self.strategy).path != "staged":
             raise ConfigurationError(
                 f"inject {self.inject!r} is a wrong gather: it needs path staged, not {self.strategy!r}"
@@ -142,6 +146,15 @@ class DemoConfig:
             raise ConfigurationError(f"turns {self.turns}: only the model 'llama' without a pipeline has several")
         if self.inject == "swap-heads" and (self.model != "llama" or self.prefill_pp > 1):
             raise ConfigurationError("inject 'swap-heads' is for the model 'llama' without a pipeline")
+
+    def _check_dtype(self) -> None:
+        """A conversion is shown alone: without later turns, errors on purpose, or states."""
+        if self.decode_dtype is None:
+            return
+        if ("float32", self.decode_dtype) not in CONVERSIONS:
+            raise ConfigurationError(f"decode_dtype {self.decode_dtype!r}: there is no conversion from float32 to it")
+        if self.turns > 1 or self.inject is not None or self.model not in ("llama", "mla", "window"):
+            raise ConfigurationError("decode_dtype supports the models 'llama', 'mla', 'window', one turn, no inject")
 
     def _check_stages(self) -> None:
         """Each stage must have the kinds of layers that alternate."""

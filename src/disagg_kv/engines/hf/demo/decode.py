@@ -55,7 +55,7 @@ class _Rank:
 
     def __init__(self, member: Member, store: Store, endpoint: DecodeEndpoint, pool: PagedPool) -> None:
         self.config = member.config
-        self.paged = PagedHFCache(pool)
+        self.paged = PagedHFCache(pool, dtype="float32")
         free = PageAllocator(shuffled(self.paged.group.pages, self.config.seed + 1))
         group = self.paged.group
         index = HashPrefixIndex(group.rows_per_page, group.pages, namespace_of(pool.site.spec))

@@ -23,14 +23,15 @@ AUX_BYTES = 64
 SIDES: tuple[Role, Role] = ("prefill", "decode")
 
 
-def spec_of(config: DemoConfig) -> CacheSpec:
-    """The model's whole cache."""
-    return spec_from_config(model_config(config), "float32", model=f"demo {config.model} {config.seed}".encode())
+def spec_of(config: DemoConfig, role: Role = "prefill") -> CacheSpec:
+    """The model's whole cache, as a role keeps it."""
+    spec = spec_from_config(model_config(config), "float32", model=f"demo {config.model} {config.seed}".encode())
+    return spec if role != "decode" or config.decode_dtype is None else spec.cast(config.decode_dtype)
 
 
 def shards_of(config: DemoConfig, role: Role) -> list[Shard]:
     """What each rank of a role holds."""
-    spec, of = spec_of(config), model_config(config)
+    spec, of = spec_of(config, role), model_config(config)
     tp, pp = config.grid(role)
     return [
         shard_from_config(of, spec, tp=tp, rank=rank, layers=stage) for stage in stages(spec, pp) for rank in range(tp)
@@ -46,7 +47,7 @@ def make_pool(
     """
     pages = min(config.turns, 2) * sum(-(-rows // page_size) for rows in config.lengths(config.turns - 1)) + 4
     pool = PagedPool.allocate(
-        spec_of(config),
+        spec_of(config, role),
         shards_of(config, role)[rank],
         pages=pages,
         page_size=page_size,
@@ -85,7 +86,8 @@ def laid_out(
         (units,) = site.shard.units(plane.layer, plane.component)
         strides = (plane.offset, plane.page_stride, plane.row_stride, plane.unit_stride)
         name = name_of(plane.layer, component)
-        planes.append(PlaneFile(name, (units.start, units.stop), component.rows, component.window, strides))
+        of = component.rows, component.window, component.dtype
+        planes.append(PlaneFile(name, (units.start, units.stop), *of, strides))
     pages, places = ([table.pages.tolist() for table in of] for of in (tables, slots))
     return PoolFile(planes, site.token_groups[0].rows_per_page, pages, places, used, kept)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
+from ....geometry import item_bytes
 from .check import Checked
 from .config import DemoConfig, Role
 from .results import Moved, Results
@@ -166,7 +167,8 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
 
 def _turn(config: DemoConfig, results: Results, turn: int) -> TurnReport:
     of = slice(turn * config.requests, (turn + 1) * config.requests)
-    row_bytes = config.layers * 2 * config.kv_heads * config.head_dim * 4
+    size = item_bytes(config.decode_dtype or "float32")
+    row_bytes = config.layers * 2 * config.kv_heads * config.head_dim * size
     return TurnReport(
         prompt_tokens=sum(config.lengths(turn)),
         held_tokens=sum(min(held) for held in zip(*(rank.held[of] for rank in results.decode), strict=True)),
