@@ -22,6 +22,7 @@ import gc
 import json
 import multiprocessing
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -70,7 +71,7 @@ POLLS, GRANTS = 200, 7
 
 SPEC = CacheSpec.kv(1, 1, 16, "float16")
 ROWS, KV = 16, GroupId("kv")
-OPTIONS = Options(claim_s=WAIT_S)
+OPTIONS = Options(claim_s=WAIT_S, silence_s=WAIT_S, closed_s=WAIT_S / 5)
 
 
 @frozen
@@ -172,7 +173,7 @@ def meet(
 
 
 def serve(pipe: Connection, field: Field, process: int) -> None:
-    """A process with prefill endpoints and a decode endpoint, until the pipe says that it is over."""
+    """A process with prefill endpoints and a decode endpoint; it waits to be terminated."""
     with ExitStack() as stack:
         for number in range(process, field.peers, field.processes):
             asking = [f"D{other}" for other in range(field.processes) if number in field.asked_by(other)]
@@ -182,13 +183,7 @@ def serve(pipe: Connection, field: Field, process: int) -> None:
         pipe.recv()
         meet(field, f"D{process}", end, made, field.asked_by(process), lambda: time.sleep(0.01))
         pipe.send("served")
-        pipe.recv()
-
-
-def tell(pipes: Sequence[Connection], word: str) -> None:
-    """Send a word to every process."""
-    for pipe in pipes:
-        pipe.send(word)
+        signal.pause()
 
 
 @contextmanager
@@ -202,15 +197,15 @@ def processes(field: Field) -> Iterator[None]:
             process = context.Process(target=serve, args=(theirs, field, number), daemon=True)
             process.start()
             stack.callback(process.join, WAIT_S)
+            stack.callback(process.terminate)
             pipes.append(ours)
-        # A process that was started later holds the pipes of the earlier ones, too: a word ends each of them.
-        stack.callback(tell, pipes, "end")
         for wanted in ("ready", "served"):
             for number, pipe in enumerate(pipes):
                 if not pipe.poll(WAIT_S) or pipe.recv() != wanted:
                     raise DeadlineError(f"process {number} is not {wanted} after {WAIT_S:g} s")
             if wanted == "ready":
-                tell(pipes, "go")
+                for pipe in pipes:
+                    pipe.send("go")
         yield
 
 

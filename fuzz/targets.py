@@ -24,7 +24,7 @@ from disagg_kv.planning import EVERY, Limits, Writes
 from disagg_kv.protocol import Codec, Hello
 from disagg_kv.protocol import frames as f
 from disagg_kv.protocol.runs import numbers_from_runs
-from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
+from disagg_kv.protocol.wire import shards_from_wire, site_from_wire, spec_from_wire, tables_from_wire
 from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.strategies import Job, TransferPlanner, paths
 from disagg_kv.transports import InprocTransport, ShmTransport
@@ -54,7 +54,7 @@ def frame(data: bytes) -> None:
             assert CODEC.decode(CODEC.encode(found)) == found
             if isinstance(found, Hello):
                 spec = spec_from_wire(found.spec)
-                shards = [shard_from_wire(shard, spec) for shard in found.shards]
+                shards = shards_from_wire(found.shards, spec)
                 for shard in shards[: found.rank + 1][-1:]:
                     site_from_wire(found.site, spec, shard)
             elif isinstance(found, f.Expect):

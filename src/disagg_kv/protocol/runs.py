@@ -6,7 +6,7 @@ a pattern of planes that is repeated with such steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from ..errors import RemoteProtocolError
@@ -74,7 +74,7 @@ def planes_from_runs(runs: Sequence[PlaneRun]) -> list[PlaneRow]:
     Raises:
         RemoteProtocolError: more than ``MAX_ENTRIES``, or a number that is not one of a plane.
     """
-    _check_total("planes", [count * len(pattern) for count, pattern in runs])
+    check_total("planes", (count * len(pattern) for count, pattern in runs))
     planes: list[PlaneRow] = []
     for count, pattern in runs:
         for n in range(count):
@@ -93,7 +93,7 @@ def numbers_to_runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def numbers_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """The numbers; raises a RemoteProtocolError if they are more than ``MAX_ENTRIES``."""
-    _check_total("numbers", [count for _, count in runs])
+    check_total("numbers", (count for _, count in runs))
     return tuple(number for number, count in runs for _ in range(count))
 
 
@@ -105,12 +105,13 @@ def layers_to_runs(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def layers_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """The layers; raises a RemoteProtocolError if they are more than ``MAX_ENTRIES``, or one is not below it."""
-    _check_total("layers", [count for _, count in runs])
+    check_total("layers", (count for _, count in runs))
     if runs and (last := max(first + count for first, count in runs)) > MAX_ENTRIES:
         raise RemoteProtocolError(f"layer {last - 1} in a Hello; at most {MAX_ENTRIES - 1} is allowed")
     return tuple(layer for first, count in runs for layer in range(first, first + count))
 
 
-def _check_total(what: str, counts: Sequence[int]) -> None:
-    if sum(counts) > MAX_ENTRIES:
-        raise RemoteProtocolError(f"{sum(counts)} {what} in a Hello; at most {MAX_ENTRIES} are allowed")
+def check_total(what: str, counts: Iterable[int], most: int = MAX_ENTRIES) -> None:
+    """Raise a RemoteProtocolError if what a ``Hello`` unfolds to is more than ``most`` in all."""
+    if (total := sum(counts)) > most:
+        raise RemoteProtocolError(f"{total} {what} in a Hello; at most {most} are allowed")

@@ -11,7 +11,18 @@ from ..geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, S
 from ..ids import GroupId, LayerId
 from ..planning import Segment
 from .frames import MAX_ENTRIES, Box, WireComponent, WireHolding, WireSite, WireSpec, WireTable
-from .runs import layers_from_runs, layers_to_runs, numbers_from_runs, numbers_to_runs, planes_from_runs, planes_to_runs
+from .runs import (
+    check_total,
+    layers_from_runs,
+    layers_to_runs,
+    numbers_from_runs,
+    numbers_to_runs,
+    planes_from_runs,
+    planes_to_runs,
+)
+
+MAX_HELD = 4 * MAX_ENTRIES
+"""Most layers of all holdings of the ranks of an instance; ranks that hold the same count once."""
 
 
 def segment_to_wire(segment: Segment) -> Box:
@@ -48,6 +59,7 @@ def spec_from_wire(wire: WireSpec) -> CacheSpec:
     """The spec, validated."""
     try:
         kinds = [tuple(_component_from_wire(c) for c in cs) for cs in wire.kinds]
+        check_total("components of all layers", (len(kinds[kind]) for _, kind in wire.layers))
         return CacheSpec({LayerId(layer): kinds[kind] for layer, kind in wire.layers}, wire.model)
     except (ConfigurationError, IndexError) as exc:
         raise RemoteProtocolError(f"a cache spec that cannot be: {exc}") from exc
@@ -63,8 +75,17 @@ def shard_to_wire(shard: Shard) -> tuple[WireHolding, ...]:
     )
 
 
-def shard_from_wire(wire: Iterable[WireHolding], spec: CacheSpec) -> Shard:
+def shards_from_wire(wire: Sequence[Sequence[WireHolding]], spec: CacheSpec) -> tuple[Shard, ...]:
+    """The shards of all ranks, checked against the spec. Ranks that hold the same share one."""
+    known = dict.fromkeys(wire)
+    check_total("layers of all holdings", (count for one in known for h in one for _, count in h.layers), MAX_HELD)
+    shards = {one: shard_from_wire(one, spec) for one in known}
+    return tuple(shards[one] for one in wire)
+
+
+def shard_from_wire(wire: Sequence[WireHolding], spec: CacheSpec) -> Shard:
     """The shard, checked against the spec."""
+    check_total("layers of a rank's holdings", (count for h in wire for _, count in h.layers))
     holdings = [(h, layers_from_runs(h.layers)) for h in wire]
     if any(len(set(layers)) < len(layers) for _, layers in holdings):
         raise RemoteProtocolError("a shard that cannot be: it names a layer twice")

@@ -35,7 +35,7 @@ from disagg_kv.memory import PagedPool
 from disagg_kv.planning.staged import _views
 from disagg_kv.protocol import MAX_AUX, Codec, Hello, Options, Phase
 from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import VERSION, Complete, Done, Expect, Grant, Head, Refused, WireTable
+from disagg_kv.protocol.frames import VERSION, Complete, Done, Expect, Grant, Head, Refused, WireHolding, WireTable
 from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.rendezvous import Source
@@ -319,6 +319,7 @@ def test_exits_of_processes_are_noticed() -> None:
         ({"regions": tuple(range(9))}, "hello"),
         ({"lease_bytes": (1 << 16) + 1}, "hello"),
         ({"role": "both"}, "role"),
+        ({"shards": ((WireHolding("k", ((0, 1 << 16),), 0, 1, 1, 0, 1),) * 1000,)}, "hello"),
     ],
 )
 def test_ranks_of_one_instance_must_fit(change: dict[str, object], field: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.errors import RemoteProtocolError
@@ -12,8 +12,16 @@ from disagg_kv.geometry import CacheSpec, Group, Plane, Site, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.protocol import Codec
 from disagg_kv.protocol import runs as r
-from disagg_kv.protocol.frames import MAX_ENTRIES, Hello
-from disagg_kv.protocol.wire import shard_to_wire, site_from_wire, site_to_wire, spec_to_wire
+from disagg_kv.protocol.frames import MAX_ENTRIES, Hello, WireComponent, WireHolding, WireSpec
+from disagg_kv.protocol.wire import (
+    MAX_HELD,
+    shard_to_wire,
+    shards_from_wire,
+    site_from_wire,
+    site_to_wire,
+    spec_from_wire,
+    spec_to_wire,
+)
 
 few = st.integers(0, 3)
 rows = st.tuples(few, st.sampled_from("kv"), st.just("g"), few, few, st.just(1), few, st.just(1))
@@ -88,6 +96,39 @@ PLANE = (1, "k", "g", 1, 1, 1, 1, 1)
 def test_planes_that_cannot_be_are_the_peers_error(steps: tuple[int, int, int], says: str) -> None:
     with pytest.raises(RemoteProtocolError, match=says):
         r.planes_from_runs([(3, ((*PLANE, *steps),))])
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from((2, 30_000, MAX_ENTRIES)), min_size=2, max_size=9), st.booleans())
+def test_what_a_hello_unfolds_to_is_bounded_in_all(counts: list[int], ranks: bool) -> None:
+    """Each list is short enough; together they would be gigabytes: they are refused by name, before they are made."""
+    spec = CacheSpec.kv(1, 1, 8, "float16")
+    holdings = [WireHolding("k", ((0, count),), 0, 1, 1, 0, n + 1) for n, count in enumerate(counts)]
+    told = [(one,) for one in holdings] if ranks else [tuple(holdings)]
+    says = "a shard that cannot be"
+    if sum(counts) > MAX_HELD:
+        says = f"{sum(counts)} layers of all holdings in a Hello; at most {MAX_HELD}"
+    elif sum(counts) > MAX_ENTRIES and not ranks:
+        says = f"{sum(counts)} layers of a rank's holdings in a Hello; at most {MAX_ENTRIES}"
+    with pytest.raises(RemoteProtocolError, match=says):
+        shards_from_wire(told, spec)
+
+
+def test_a_spec_is_bounded_in_all() -> None:
+    """Layers are many and components few, or the reverse."""
+    kind = tuple(WireComponent(f"c{n}", "float16", 1, 2, 1, 0, None, "", (), None) for n in range(256))
+    wire = WireSpec(b"", (kind,), tuple((layer, 0) for layer in range(257)))
+    with pytest.raises(RemoteProtocolError, match="65792 components of all layers in a Hello; at most 65536"):
+        spec_from_wire(wire)
+
+
+def test_ranks_that_hold_the_same_share_a_shard() -> None:
+    """Thousands of ranks are unfolded once for each part that is held."""
+    spec = CacheSpec.kv(80, kv_heads=8, head_dim=128, dtype="bfloat16")
+    wire = tuple(shard_to_wire(shard(spec, tp=8, rank=rank % 8)) for rank in range(64))
+    shards = shards_from_wire(wire, spec)
+    assert shards[:8] == tuple(shard(spec, tp=8, rank=rank) for rank in range(8))
+    assert all(shards[rank] is shards[rank % 8] for rank in range(64))
 
 
 def test_a_short_hello_does_not_unfold_to_a_long_one() -> None:

@@ -23,8 +23,8 @@ from ...planning import intake_of
 from ...protocol import VERSION, AnyFrame, Hello, PeerTable
 from ...protocol.frames import Refused, WireHolding
 from ...protocol.wire import (
-    shard_from_wire,
     shard_to_wire,
+    shards_from_wire,
     site_from_wire,
     site_to_wire,
     spec_from_wire,
@@ -41,14 +41,10 @@ KEPT = 64
 """Specs, instances and sites that are kept decoded, by value: the ranks of an instance say much the same."""
 
 _spec = lru_cache(KEPT)(spec_from_wire)
+_shards = lru_cache(KEPT)(shards_from_wire)
 _site = lru_cache(KEPT)(site_from_wire)
 _spec_to_wire = lru_cache(KEPT)(spec_to_wire)
 _site_to_wire = lru_cache(KEPT)(site_to_wire)
-
-
-@lru_cache(KEPT)
-def _shards(wire: tuple[tuple[WireHolding, ...], ...], spec: CacheSpec) -> tuple[Shard, ...]:
-    return tuple(shard_from_wire(one, spec) for one in wire)
 
 
 @lru_cache(KEPT)
