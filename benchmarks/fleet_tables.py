@@ -1,4 +1,4 @@
-"""The table of a simulated fleet."""
+"""The tables of fleets, simulated and real."""
 
 from __future__ import annotations
 
@@ -27,3 +27,26 @@ def fleet(found: Found) -> str:
     faults = ", ".join(plan["faults"]) or "none"
     head = [f"{plan['prefills']:,} x {plan['decodes']:,} ranks, {plan['seconds']:g} s, faults: {faults}", ""]
     return table([head, *([words, form.format(result[name])] for words, name, form in FLEET_ROWS)])
+
+
+def scale(found: Found) -> str:
+    """Real endpoints: what many idle peers cost beside few."""
+    times = (f"{what}, us, {n} peers" for what in ("poll", "step", "grant") for n in (found["few"], found["peers"]))
+    head = ["channel", *times, "bytes per peer", "descriptors per peer"]
+    rows = (
+        [
+            one["kind"],
+            *(f"{one[side][name]:,.1f}" for name in ("poll_us", "step_us", "grant_us") for side in ("few", "many")),
+            f"{one['memory_per_peer']:,.0f}",
+            f"{one['descriptors_per_peer']:.0f}",
+        ]
+        for one in found["results"]
+    )
+    worst = max(max(one["ratios"].values()) for one in found["results"])
+    limits = found["limits"]
+    said = (
+        f"{found['peers']} prefill endpoints in {found['processes']} processes. The largest ratio of many to few is "
+        f"{worst:.2f}, with a limit of {limits['ratio']:g}. The limit of memory is {limits['memory_per_peer']:,} bytes "
+        "per peer."
+    )
+    return f"{said}\n\n{table([head, *rows])}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.engine_tables import sglang, vllm
-from benchmarks.fleet_tables import fleet
+from benchmarks.fleet_tables import fleet, scale
 from benchmarks.mapped_tables import gpu_mapped, gpu_proof
 from benchmarks.tables import Found, table
 
@@ -514,6 +514,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_prefix_workload.json": prefix_workload,
     "mutants.json": mutants,
     "simulation.json": simulation,
+    "cpu_scale.json": scale,
     "cpu_fleet.json": fleet,
     "cpu_fleet_minute.json": fleet,
     "cpu_fleet_faults.json": fleet,

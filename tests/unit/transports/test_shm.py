@@ -381,3 +381,38 @@ def test_memory_that_the_peer_did_not_take_from_allocate_is_not_mapped() -> None
     assert source.map(peer, own, "cpu").nbytes == 4096
     source.close(0.0)
     target.close(0.0)
+
+
+def test_a_peer_that_comes_and_goes_leaves_no_watch_and_no_descriptor() -> None:
+    """However often: it is connected twice, written to, and disconnected, or what it names is gone already."""
+    side = ShmTransport()
+    (source,) = side.register([side.allocate(64)])
+
+    def visit(number: int) -> None:
+        other = ShmTransport()
+        kept = [other.allocate(64)]
+        (target,) = other.register(kept)
+        peer = side.connect(other.local_descriptor(), 1.0)
+        kept.append(other.allocate(64))
+        other.register(kept[1:])
+        assert side.connect(other.local_descriptor(), 1.0) == peer
+        at, nbytes = np.zeros(1, np.int64), np.full(1, 64, np.int64)
+        side.submit(peer, Writes(np.array([source], np.int32), at, np.array([target], np.int32), at, nbytes))
+        assert [type(event) for event in side.poll()] == [WriteEnded]
+        side.disconnect(peer)
+        gone = other.local_descriptor()
+        other.close(0.0)
+        with pytest.raises(PeerLostError):
+            side.connect(gone, 1.0)
+
+    def descriptors() -> set[str]:
+        gc.collect()
+        return set(os.listdir("/proc/self/fd"))
+
+    visit(0)
+    before = len(descriptors())
+    for number in range(1, 30):
+        visit(number)
+    assert len(descriptors()) <= before
+    assert (len(side._exits), len(side._peers.all)) == (0, 0)
+    side.close(0.0)
