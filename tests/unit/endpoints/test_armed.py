@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from attrs import define, field
 
-from disagg_kv.endpoints.prefill.armed import BLOCKING_BYTES, Armed
+from disagg_kv.endpoints.prefill.armed import Armed
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import CacheSpec
@@ -18,12 +18,11 @@ from disagg_kv.kernels import PageMove, PreparedCopy
 from disagg_kv.memory import Event, bytes_of, parts
 from disagg_kv.protocol import Phase
 from disagg_kv.strategies import LayerPipelined
-from tests.support.rig import KV, Decodes, Memory, PrefillOptions, Prefills, Request, Rig, tp_shards
+from tests.support.rig import KV, Decodes, PrefillOptions, Prefills, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
 from tests.unit.endpoints.test_mapped import DeviceKernels
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
-SPEC_ROW_BYTES = 2 * 2 * 4 * 16
 
 
 @define(eq=False)
@@ -294,23 +293,17 @@ def test_an_interrupted_launch_fails_the_room_and_frees_nothing() -> None:
     assert not any(h.released for h in found.request.handles)
 
 
-@pytest.mark.parametrize("rows", [9, BLOCKING_BYTES // SPEC_ROW_BYTES + 4])
-def test_kernels_that_copy_in_the_call_do_so_for_few_bytes(rows: int) -> None:
-    """Few are in decode's pages when ``close`` returns. Many are not: they would keep the engine's thread."""
+def test_kernels_that_copy_in_the_call_are_left_to_the_endpoint_s_thread() -> None:
+    """They would keep the engine's thread: nothing is in decode's pages when ``close`` returns."""
     rig = Rig(SPEC)
-    memory = Memory(pages=1024)
-    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="mapped", slot_bytes=1 << 20)
-    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="mapped", ring_bytes=1 << 20)
-    request = rig.request("room", prefills, decodes, rows).open_decode().expect(rows).open_prefill()
-    rig.until(lambda: request.sends[0].held is not None, "the expectation")
-    (table,) = request.pages(0, rows)
-    step = prefills[0].endpoint.step({request.room: (rows, [table])})
-    rig.turn()
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped")
+    found = Scene(rig, ArmingKernels(), awaited(rig, prefills, decodes, "room")).announce()
     before = bytes_of(decodes[0].pool.buffers[0]).copy()
-    step.close()
-    changed = bool((bytes_of(decodes[0].pool.buffers[0]) != before).any())
-    assert changed == (rows == 9)
-    request.finish().landed()
+    found.step.close()
+    assert found.armed == 0
+    assert bytes_of(decodes[0].pool.buffers[0]).tobytes() == before.tobytes()
+    found.request.finish().landed()
     rig.quiet()
 
 
@@ -379,7 +372,7 @@ def test_a_pass_that_is_never_closed_holds_nothing_for_ever() -> None:
 
 def test_one_thread_of_many_takes_a_launch() -> None:
     """However they meet: on a real race of threads, each launch has one taker."""
-    launches = [Armed(frozenset(), 0, lambda after: None) for _ in range(500)]
+    launches = [Armed(frozenset(), lambda after: None) for _ in range(500)]
     barrier, taken = threading.Barrier(4), list[Armed]()
 
     def take() -> None:

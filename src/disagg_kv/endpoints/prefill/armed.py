@@ -24,7 +24,7 @@ matter when the endpoint's thread sees an abort: either it takes the launch then
 
 The engine's thread launches no copy for pages that it has withdrawn: it reads ``revoked``, which only its own calls
 change. Its launch never waits. It leaves to the endpoint's thread what would block: rows whose event no device awaits,
-many bytes for kernels that copy in the call, and all of it while it captures a CUDA graph.
+and all of it while it captures a CUDA graph. Kernels that copy in the call are not armed at all.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ from ...memory import All, Event
 
 Launch = Callable[[Event | None], Event | None]
 """Launches behind an event and returns the event of the end, as ``Kernels.copy`` does."""
-
-BLOCKING_BYTES = 1 << 18
-"""Most bytes that one call of the engine copies itself, by kernels that copy in the call: more would keep it."""
 
 
 @frozen
@@ -83,13 +80,11 @@ class Armed:
 
     Args:
         layers: of the rows; the launch comes after all of them.
-        nbytes: that it copies.
         launch: launches it.
     """
 
-    def __init__(self, layers: frozenset[LayerId], nbytes: int, launch: Launch) -> None:
+    def __init__(self, layers: frozenset[LayerId], launch: Launch) -> None:
         self.layers = layers
-        self.nbytes = nbytes
         self.launched: Launched | None = None
         self._launch = launch
         # Acquired once and never released. To try that is one atomic step in every build of Python: it needs neither
@@ -181,11 +176,9 @@ class EngineLaunches:
         due = [one for call in calls for one in call.final(events)]
         if not due or (self._arming is not None and not self._arming.may_launch()):
             return False
-        launched, left = False, BLOCKING_BYTES
+        launched = False
         for armed, after in due:
-            if self._streams is None:
-                left -= armed.nbytes
-            if left >= 0 and self._at_once(after):
+            if self._at_once(after):
                 launched |= armed.launch(after, self._clock)
         return launched
 

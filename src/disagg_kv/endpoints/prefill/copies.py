@@ -78,7 +78,7 @@ class PageCopies:
     def launch(self, begun: Sequence[tuple[Post, PageMove]], after: Event | None) -> None:
         """Copy for all of these posts, behind ``after``; an error of the kernels becomes theirs."""
         posts, moves = [post for post, _ in begun], [move for _, move in begun]
-        one = Armed(frozenset(), 0, partial(self._kernels.copy, moves))
+        one = Armed(frozenset(), partial(self._kernels.copy, moves))
         one.launch(after, self._clock)
         self._launched(moves, posts, one.launched)
         one.settle()
@@ -117,7 +117,7 @@ class PageCopies:
             return
         if prepared is not None:
             launch, drop = prepared.launch, prepared.drop
-        armed = Armed(layers, sum(post.transfer.nbytes for post in posts), launch)
+        armed = Armed(layers, launch)
         for post in posts:
             post.copying = True
         self.armed.append(ArmedCopy(armed, posts[0].room, moves, posts, listed, drop))

@@ -49,7 +49,6 @@ from ...strategies import Tables
 from ..runtime.budget import Budget
 from ..runtime.checksums import PendingChecksums, layer_sums
 from ..runtime.event_loop import EventLoop
-from .armed import BLOCKING_BYTES
 from .copies import PageCopies
 from .inspection import TransferInspection
 from .prepared import Planned, PreparedGathers, SlotLayout
@@ -183,7 +182,7 @@ class TransferQueue:
 
     def granted(self, room: PrefillRoom, transfer: Transfer) -> None:
         """A transfer has its place, and not its rows: prepare or arm it; one that is prepared already is replaced."""
-        if room.routes[transfer.to].mapped is not None:
+        if room.routes[transfer.to].mapped is not None and self._streams is not None:
             self._unarmed.setdefault(room, {})[transfer.to, transfer.segment] = transfer
         elif transfer.offset is not None:
             self.prepared.add(room, transfer)
@@ -233,10 +232,9 @@ class TransferQueue:
                 if call in room.armed:
                     together.setdefault((call, room.machine.rows.awaited(segment.layers)), []).append(transfer)
         for (call, layers), transfers in together.items():
-            if self._streams is not None or sum(transfer.nbytes for transfer in transfers) <= BLOCKING_BYTES:
-                begun = self._begin_moves(room, transfers, ahead=True)
-                if begun:
-                    self._copies.arm([one for one, _ in begun], layers, room.armed[call])
+            begun = self._begin_moves(room, transfers, ahead=True)
+            if begun:
+                self._copies.arm([one for one, _ in begun], layers, room.armed[call])
         return bool(self._unarmed)
 
     def look(self) -> None:
