@@ -60,3 +60,27 @@ def gpu_proof(found: Found) -> str:
         f"{late['bytes'] >> 20} MiB launched. {seen}"
     )
     return f"{table([head, *rows])}\n\n{said}\n\n{last}"
+
+
+def gpu_busy(found: Found) -> str:
+    """Both paths with engine threads that wait, and with ones that run Python; of several commits."""
+    head = [
+        "commit, engine threads",
+        "staged, us",
+        "mapped, us",
+        "staged / mapped",
+        "mapped, p95, us",
+        "plain copy, us",
+    ]
+    rows = (
+        [
+            f"`{row['commit'][:12]}`, {'busy' if row['busy'] else 'waiting'}",
+            f"{row['staged_p50_us']:,.0f}",
+            f"{row['mapped_p50_us']:,.0f}",
+            f"{row['staged_p50_us'] / row['mapped_p50_us']:.2f}",
+            f"{row['mapped_p95_us']:,.0f}",
+            f"{row['copy_us']:,.0f}",
+        ]
+        for row in found["rows"]
+    )
+    return table([head, *rows])

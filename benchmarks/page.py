@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.engine_tables import sglang, vllm
 from benchmarks.fleet_tables import fleet, scale
-from benchmarks.mapped_tables import gpu_mapped, gpu_proof
+from benchmarks.mapped_tables import gpu_busy, gpu_mapped, gpu_proof
 from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
@@ -310,12 +310,18 @@ def mutants(found: Found) -> str:
     return f"{said}\n\n{table([['planted bug', 'rule', 'seeds', 'CPU seconds'], *rows])}"
 
 
+def _kernel(case: Found) -> str:
+    """What it does, and into which dtype it converts."""
+    into = f" to {case['into']}, {'computed' if case['computed'] else 'given'} scales," if case.get("into") else ""
+    return f"{case['op']} {case['dtype']}{into}"
+
+
 def gpu_kernels(found: Found) -> str:
     """Gather and scatter on a GPU, case by case."""
     head = ["case", "GB/s", "share of a copy", "device us", "host us", "host us, new size"]
     rows = (
         [
-            f"{c['op']} {c['dtype']} TP {c['tp']}, {c['layout']}, page {c['page_size']}, {c['tokens']:,} tokens",
+            f"{_kernel(c)} TP {c['tp']}, {c['layout']}, page {c['page_size']}, {c['tokens']:,} tokens",
             f"{c['GB_per_s']:,}",
             f"{c['share']:.1%}",
             *(f"{c[name]:,.0f}" for name in ("device_us", "host_us", "host_new_us")),
@@ -518,6 +524,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_fleet.json": fleet,
     "cpu_fleet_minute.json": fleet,
     "cpu_fleet_faults.json": fleet,
+    "h100_kernels.json": gpu_kernels,
     "h200_kernels.json": gpu_kernels,
     "h200_transfer.json": gpu_transfer,
     "h200_transfer_again.json": gpu_transfer,
@@ -525,6 +532,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer.json, two paths": gpu_paths,
     "h100_mapped.json": gpu_mapped,
     "h100_mapped_proof.json": gpu_proof,
+    "h100_busy.json": gpu_busy,
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
     "h200_pipeline_quiet.json": gpu_pipeline,

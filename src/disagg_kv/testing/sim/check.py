@@ -136,7 +136,8 @@ class Checks:
         world, room = self._world, entry.room
         waits = entry in room.prefill if room.plan.unmet == "decode" else entry in room.decode
         since = entry.waits_from if waits else entry.opened
-        most = 2 * SLACK_S + world.stood_still + (world.scenario.options.claim_s if waits else 0.0)
+        waits_long = waits or self._forgotten(error)
+        most = 2 * SLACK_S + world.stood_still + (world.scenario.options.claim_s if waits_long else 0.0)
         took = 0.0 if since is None else world.now - since
         if survives(world.scenario.faults) and (took > most or error is None):
             self._fail("I4", f"{room.name(entry)}: waited {took:.3f} s of {most:.3f} s for the other side: {error}")
@@ -152,8 +153,7 @@ class Checks:
         if entry.handle is None or entry.handle.phase is Phase.DONE:
             self._fail("I7", f"{room.name(entry)}: succeeded although the two sides have no path in common")
         lossy = not survives(world.scenario.faults) or FaultClass.RENDEZVOUS in world.hits
-        # What ended before it was opened may be forgotten where little is remembered.
-        if lossy or room.plan.unmet or room.again or world.scenario.options.parked < len(world.rooms):
+        if lossy or room.plan.unmet or room.again or self._forgotten(error):
             return
         since = max(entry.opened, max((one.opened for one in room.decode), default=0.0))
         most = REFUSED_S + (AGAIN_S if world.scenario.faults else 0.0)
@@ -164,6 +164,11 @@ class Checks:
         if not isinstance(error, AbortedError | IncompatiblePeerError) or "paths" not in str(error):
             self._fail("I4", f"{room.name(entry)}: its error does not say what differs: {error!r}")
         world.saw(Kind.REFUSED)
+
+    def _forgotten(self, error: DisaggKVError | None) -> bool:
+        """Whether ``claim_s`` has ended a room where little is remembered: what ended before may be forgotten."""
+        options = self._world.scenario.options
+        return min(options.parked, options.tombstones) < len(self._world.rooms) and "claim_s" in str(error)
 
     def _learned(self, entry: Entry) -> None:
         """I4: decode learns in time that a prefill rank has given the room up, also one that had lost it meanwhile."""
