@@ -248,7 +248,7 @@ class Rig:
         decoded: CacheSpec | None = None,
     ) -> None:
         self.spec = spec
-        self.decoded = decoded or spec
+        self.decoded = decoded
         self.threaded = threaded
         self.options = options or Options()
         self.clock = FakeClock(1.0)
@@ -259,6 +259,11 @@ class Rig:
         self.rng = np.random.default_rng(7)
 
     # Building.
+
+    @property
+    def decode_spec(self) -> CacheSpec:
+        """Decode's cache."""
+        return self.decoded or self.spec
 
     def prefill(
         self,
@@ -312,7 +317,7 @@ class Rig:
         for rank in range(len(shards)) if only is None else only:
             transport, observer = of.transport(), Recorder()
             channel = of.channel(InprocChannel(self.hub, f"{at or name}{rank}"))
-            pool = self._pool(self.decoded, shards[rank], of, transport)
+            pool = self._pool(self.decode_spec, shards[rank], of, transport)
             endpoint = DecodeEndpoint(
                 pool,
                 transport=transport,
@@ -437,9 +442,7 @@ class Rig:
     ) -> Request:
         """An attempt of a request from one instance to another."""
         room = attempt_id(RoomId(name.encode()), attempt)
-        truth = self.truth(rows)
-        into = truth if self.decoded == self.spec else converted(truth, self.spec, self.decoded)
-        return Request(self, room, prefills, decodes, rows, Source(of), truth, into)
+        return Request(self, room, prefills, decodes, rows, Source(of), self.decode_spec, self.truth(rows))
 
 
 @define(eq=False)
@@ -452,14 +455,20 @@ class Request:
     decodes: Decodes
     rows: int
     source: Source
+    decode_spec: CacheSpec
     truth: Truth
-    into: Truth
     sends: list[DeliveryHandle] = field(factory=list)
     receives: list[ReceptionHandle] = field(factory=list)
     given: dict[int, list[PageTable]] = field(factory=dict)
     taken: list[PageTable] = field(factory=list)
     slots: list[list[PageTable]] = field(factory=list)
     known: bool = True
+
+    @property
+    def into(self) -> Truth:
+        """The bytes that decode must have."""
+        spec = self.rig.spec
+        return self.truth if self.decode_spec == spec else converted(self.truth, spec, self.decode_spec)
 
     @property
     def handles(self) -> list[DeliveryHandle | ReceptionHandle]:

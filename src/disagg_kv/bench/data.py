@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..geometry import item_bytes
+from ..kernels.convert.reference import rounded, to_float32
 from ..kernels.tensors import plane_of, tensor_of
 from ..memory import Buffer, PagedPool
 from .shape import Role, TransferShape
@@ -65,7 +67,9 @@ def _synchronize(device: str) -> None:
 
 
 def _planes(pool: PagedPool, shape: TransferShape, pages: Ids) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The actual and the expected bytes of every plane."""
+    """The actual and the expected bytes of every plane; what is drawn is what prefill has."""
+    into = None if pool.site.spec == shape.spec() else shape.decode_dtype
+    nbytes = shape.head_dim * item_bytes(shape.dtype)
     device = pool.buffers[0].device
     row = torch.arange(shape.tokens)
     size = pool.site.groups[0].rows_per_page
@@ -77,6 +81,7 @@ def _planes(pool: PagedPool, shape: TransferShape, pages: Ids) -> Iterator[tuple
         for place, unit in enumerate(units):
             seed = zlib.crc32(f"{plane.layer} {plane.component} {unit}".encode())
             draw = torch.Generator(device).manual_seed(seed)
-            cells = (shape.tokens, view.shape[3])
-            want[page, slot, place] = torch.randint(256, cells, dtype=torch.uint8, device=device, generator=draw)
+            size_of = (shape.tokens, nbytes)
+            cells = torch.randint(256, size_of, dtype=torch.uint8, device=device, generator=draw)
+            want[page, slot, place] = cells if into is None else rounded(to_float32(cells, shape.dtype), into)
         yield view, want

@@ -253,7 +253,7 @@ class DecodeRank:
         for name in shape.runs:
             carrier = between_processes(shape.transport, setup.device)
             pool = self._pools[name] = PagedPool.allocate(
-                shape.spec(),
+                shape.spec("decode"),
                 shards[setup.rank],
                 pages=len(self._ids) + SPARE,
                 page_size=size,

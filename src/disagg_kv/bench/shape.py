@@ -8,7 +8,7 @@ from typing import Literal
 from attrs import frozen
 
 from ..errors import ConfigurationError
-from ..geometry import CacheSpec, Shard, shard
+from ..geometry import CONVERSIONS, CacheSpec, Shard, shard
 from ..memory import Layout
 from ..protocol import Verify, check_verify
 from ..strategies import Explanation, explain, strategy
@@ -30,6 +30,7 @@ class TransferShape:
         prefill_tp, decode_tp: ranks of the two instances, each in a process of its own.
         tokens: rows of the request.
         layers, kv_heads, head_dim, dtype: the cache.
+        decode_dtype: of decode's cache, into which prefill's is converted, without scales; None: the same.
         page_size, decode_page_size: tokens of a page.
         layout, decode_layout: order inside a page.
         compute_s: emulated compute of all layers: one is handed over after another, evenly; 0: all at once.
@@ -57,6 +58,7 @@ class TransferShape:
     kv_heads: int = 8
     head_dim: int = 128
     dtype: str = "bfloat16"
+    decode_dtype: str | None = None
     page_size: int = 64
     decode_page_size: int = 64
     layout: Layout = "NHD"
@@ -93,14 +95,15 @@ class TransferShape:
         """Tokens of a page and the order inside it."""
         return (self.page_size, self.layout) if role == "prefill" else (self.decode_page_size, self.decode_layout)
 
-    def spec(self) -> CacheSpec:
-        """The whole cache."""
-        return CacheSpec.kv(self.layers, self.kv_heads, self.head_dim, self.dtype)
+    def spec(self, role: Role = "prefill") -> CacheSpec:
+        """The whole cache, as a role holds it."""
+        spec = CacheSpec.kv(self.layers, self.kv_heads, self.head_dim, self.dtype)
+        return spec if role == "prefill" or self.decode_dtype is None else spec.cast(self.decode_dtype)
 
     def shards(self, role: Role) -> tuple[Shard, ...]:
         """What each rank holds."""
         tp = self.ranks(role)
-        return tuple(shard(self.spec(), tp=tp, rank=rank) for rank in range(tp))
+        return tuple(shard(self.spec(role), tp=tp, rank=rank) for rank in range(tp))
 
     def explain(self) -> Explanation:
         """Who sends how much to whom, and which paths can.
@@ -114,6 +117,8 @@ class TransferShape:
         if self.repeats < 1 or self.timeout_s <= 0:
             raise ConfigurationError(f"{self.repeats} repeats in at most {self.timeout_s} s")
         check_verify(self.verify)
+        if self.decode_dtype not in (None, self.dtype) and (self.dtype, self.decode_dtype) not in CONVERSIONS:
+            raise ConfigurationError(f"there is no conversion from {self.dtype!r} to {self.decode_dtype!r}")
         if self.queued_s < 0 or (self.queued_s and (self.device == "cpu" or not self.announced or self.compute_s)):
             raise ConfigurationError(
                 f"{self.queued_s} s of queued work: only of GPUs, of rows that are announced, and without compute_s"
@@ -127,6 +132,7 @@ class TransferShape:
             self.tokens,
             (self.page_size, self.decode_page_size),
             order=(self.layout, self.decode_layout),
+            decode_spec=self.spec("decode"),
         )
         for path in named:
             if path in found.refused:

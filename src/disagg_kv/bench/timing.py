@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from ..channels import Arrived, News, UnixChannel
+from ..geometry import CONVERSION_NAMES
 from ..ids import RoomId
 from ..kernels import Checksums, Move, PageMove, kernels_for
 from ..memory import Buffer, Event, MemoryPool
@@ -45,6 +46,7 @@ class Still:
     """Kernels that move no bytes."""
 
     name = "still"
+    conversions = CONVERSION_NAMES
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Nothing."""

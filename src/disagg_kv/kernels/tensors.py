@@ -68,4 +68,4 @@ def read_cells(pool: PagedMemory, layout: StagedLayout, tables: Mapping[GroupId,
     if how is None:
         return plane[where]
     scales = None if how.scales is None else _strided(pool, how.scales, (*plane.shape[:3], 4))[where]
-    return reference.convert(plane[where], how, where[2].start, scales)
+    return reference.convert_cells(plane[where], how, where[2].start, scales)

@@ -152,3 +152,15 @@ def test_only_a_busy_engine_thread_computes_between_two_polls(busy: bool) -> Non
         wait_until(lambda: next(polls) == 9, delivery, 60.0, 0.0001, busy=busy)
         spent = time.thread_time() - began
     assert (spent >= 2 * BUSY_S) == busy
+
+
+@pytest.mark.parametrize("strategy", ["staged", "mapped"])
+def test_decodes_cache_may_have_another_dtype(strategy: str) -> None:
+    """The bytes are compared with the conversion of prefill's, and half of them cross."""
+    report = run_transfer(attrs.evolve(SMALL, strategies=(strategy,), decode_dtype="float8_e4m3fn"))
+    assert report.nbytes == run_transfer(attrs.evolve(SMALL, strategies=(strategy,))).nbytes // 2
+
+
+def test_a_conversion_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="no conversion from 'bfloat16' to 'int8'"):
+        attrs.evolve(SMALL, decode_dtype="int8").explain()

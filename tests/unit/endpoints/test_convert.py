@@ -129,7 +129,9 @@ def test_half_the_bytes_cross() -> None:
     sent: dict[str, int] = {}
     for dtype in ("bfloat16", E4M3):
         rig = Rig(kv("bfloat16"), decoded=kv(dtype))
-        request = rig.request("room", rig.prefill(tp_shards(rig.spec, 2)), rig.decode(tp_shards(rig.decoded, 1)), 23)
+        request = rig.request(
+            "room", rig.prefill(tp_shards(rig.spec, 2)), rig.decode(tp_shards(rig.decode_spec, 1)), 23
+        )
         request.start().landed()
         sent[dtype] = sum(handle.report.nbytes for handle in request.sends)
     assert sent["bfloat16"] == 2 * sent[E4M3]
@@ -142,7 +144,7 @@ def test_ranks_of_two_decode_instances_may_want_other_dtypes_of_one_prefill() ->
     prefills = rig.prefill(tp_shards(spec, 2), verify="full")
     same = rig.request("a", prefills, rig.decode(tp_shards(spec, 1)), 23)
     rig.decoded = kv(E4M3, "computed")
-    other = rig.request("b", prefills, rig.decode(tp_shards(rig.decoded, 2), name="E"), 23)
+    other = rig.request("b", prefills, rig.decode(tp_shards(rig.decode_spec, 2), name="E"), 23)
     for request in (same, other):
         request.open_decode().expect(None).open_prefill().send(23).finish()
     for request in (same, other):
@@ -153,7 +155,7 @@ def test_ranks_of_two_decode_instances_may_want_other_dtypes_of_one_prefill() ->
 @pytest.mark.parametrize("path", ["direct", "slice"])
 def test_a_path_without_a_kernel_is_refused_by_name(path: str) -> None:
     rig = Rig(kv("bfloat16"), decoded=kv(E4M3))
-    prefills, decodes = rig.prefill(tp_shards(rig.spec, 1), strategy=path), rig.decode(tp_shards(rig.decoded, 1))
+    prefills, decodes = rig.prefill(tp_shards(rig.spec, 1), strategy=path), rig.decode(tp_shards(rig.decode_spec, 1))
     request = rig.request("room", prefills, decodes, 5).open_decode().expect(None).open_prefill().send(5).finish()
     request.failed()
     assert "bfloat16 to float8_e4m3fn" in str(request.sends[0].error)
@@ -162,7 +164,7 @@ def test_a_path_without_a_kernel_is_refused_by_name(path: str) -> None:
 
 def test_auto_takes_a_path_that_converts() -> None:
     rig = Rig(kv("bfloat16"), decoded=kv(E4M3))
-    prefills, decodes = rig.prefill(tp_shards(rig.spec, 1)), rig.decode(tp_shards(rig.decoded, 1))
+    prefills, decodes = rig.prefill(tp_shards(rig.spec, 1)), rig.decode(tp_shards(rig.decode_spec, 1))
     request = rig.request("room", prefills, decodes, 23).start().landed()
     report = request.sends[0].report
     assert report.path in ("staged", "mapped")

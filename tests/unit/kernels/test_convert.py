@@ -68,8 +68,8 @@ def test_the_specification_is_torchs_conversion_with_the_exceptions_that_are_lis
 def test_numpy_equals_the_specification_on_every_number(source: str, target: str, factor: float | None) -> None:
     how = PlaneConversion(source, target, FLOATS[source].nbytes, "given", () if factor is None else (factor,))
     cells = every(source)[:, None]
-    want = reference.convert(torch.from_numpy(cells), how, 0, None).numpy()
-    assert np.array_equal(cpu.convert(cells, how, 0, None), want)
+    want = reference.convert_cells(torch.from_numpy(cells), how, 0, None).numpy()
+    assert np.array_equal(cpu.convert_cells(cells, how, 0, None), want)
 
 
 def rows(dtype: str, seed: int) -> Bytes:
@@ -92,8 +92,8 @@ def test_numpy_equals_the_specification_under_every_rule(source: str, target: st
     cells, factors = rows(source, 1), (0.5, 3.0, 1e-3, 1.0, 7.25, 0.1)
     scales = np.random.default_rng(2).standard_normal((96, 5, 1)).astype(np.float32).view(np.uint8)
     how = PlaneConversion(source, target, cells.shape[2], rule, factors if rule == "given" else ())  # type: ignore[arg-type]
-    want = reference.convert(torch.from_numpy(cells), how, 1, torch.from_numpy(scales)).numpy()
-    assert np.array_equal(cpu.convert(cells, how, 1, scales), want)
+    want = reference.convert_cells(torch.from_numpy(cells), how, 1, torch.from_numpy(scales)).numpy()
+    assert np.array_equal(cpu.convert_cells(cells, how, 1, scales), want)
 
 
 @pytest.mark.parametrize("target", [E4M3, E5M2])

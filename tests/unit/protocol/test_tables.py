@@ -17,6 +17,7 @@ from disagg_kv.protocol import (
     Awaited,
     Cancel,
     Decided,
+    Disarmed,
     Finished,
     Flow,
     Gone,
@@ -73,12 +74,12 @@ IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
         "a write that is not quiet has failed the flow; success needs every flow complete",
     ),
     Sending.FINISHED: (
-        {Finished, Wrote, WriteFailed, Quiet, Decided},
+        {Finished, Wrote, WriteFailed, Quiet, Disarmed, Decided},
         "every segment has landed, and finish is said once",
     ),
-    Sending.COMPLETE: ({Finished, Wrote, WriteFailed, Quiet}, "as when finished"),
+    Sending.COMPLETE: ({Finished, Wrote, WriteFailed, Quiet, Disarmed}, "as when finished"),
     Sending.ABORTING: ({Decided}, "the room has failed"),
-    Sending.DRAINING: ({Wrote, WriteFailed, Quiet, Decided}, "no write is left, and the room has failed"),
+    Sending.DRAINING: ({Wrote, WriteFailed, Quiet, Disarmed, Decided}, "no write is left, and the room has failed"),
 }
 SIDES = [
     pytest.param(
@@ -88,7 +89,10 @@ SIDES = [
         id="decode",
     ),
     pytest.param(
-        SENDING, Sending, TO_PREFILL | HERE | {Offered, Finished, Wrote, WriteFailed, Quiet, Decided}, id="prefill"
+        SENDING,
+        Sending,
+        TO_PREFILL | HERE | {Offered, Finished, Wrote, WriteFailed, Quiet, Disarmed, Decided},
+        id="prefill",
     ),
 ]
 

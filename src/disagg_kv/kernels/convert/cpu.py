@@ -98,7 +98,7 @@ def _rounded(bits: U32, to: Format) -> npt.NDArray[np.unsignedinteger]:
     return found
 
 
-def convert(cells: U8, how: PlaneConversion, first: int, scales: U8 | None) -> U8:
+def convert_cells(cells: U8, how: PlaneConversion, first: int, scales: U8 | None) -> U8:
     """See :func:`.reference.convert`."""
     if how.rule == "given" and len(set(how.factors)) <= 1:
         return _by_table(cells, how.source, how.target, how.factors[0] if how.factors else 1.0)

@@ -11,7 +11,7 @@ from ...geometry import I64, PageTable, Plane, places
 from ...ids import GroupId
 from ...memory import U8, PagedMemory, bytes_of, plane_view
 from ...planning import StagedLayout
-from .cpu import convert
+from .cpu import convert_cells
 
 BLOCK = 64 << 10
 """Elements that are converted at once: the arrays between two steps stay in a core's cache."""
@@ -32,7 +32,9 @@ def blocks(pool: PagedMemory, layout: StagedLayout, tables: Mapping[GroupId, Pag
     for first in range(0, len(page), rows):
         where = page[first : first + rows], slot[first : first + rows], units
         cells = plane[where]
-        yield cells if how is None else convert(cells, how, units.start, None if scales is None else scales[where])
+        yield (
+            cells if how is None else convert_cells(cells, how, units.start, None if scales is None else scales[where])
+        )
 
 
 def cells_of(pool: PagedMemory, layout: StagedLayout, tables: Mapping[GroupId, PageTable], i: int) -> Cells:

@@ -58,7 +58,7 @@ def _between(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     return (numbers[:-1] + numbers[1:]) / 2, codes[1:] % 2 == 0
 
 
-def convert(cells: torch.Tensor, how: PlaneConversion, first: int, scales: torch.Tensor | None) -> torch.Tensor:
+def convert_cells(cells: torch.Tensor, how: PlaneConversion, first: int, scales: torch.Tensor | None) -> torch.Tensor:
     """Cells of a plane as cells of the wanted cache, uint8 ``[rows, units, bytes]`` both.
 
     Args:
