@@ -1,4 +1,4 @@
-"""Processes that are killed while a kernel of theirs, or of their peer, writes through a mapping.
+"""A kernel writes through a mapping, and its process or the owner of the memory is killed.
 
 ``DISAGG_KV_ROUNDS`` is the number of rounds of each pair of instances, ``DISAGG_KV_PAIRS`` that of such pairs at once.
 25 and 4 kill 200 processes: 100 writers and 100 owners of the memory.

@@ -31,7 +31,7 @@ GROWTH = 48 << 20
 """Bytes by which a process may grow: what libraries keep of each peer, and pages touched for the first time."""
 
 OPTIONS = Options(silence_s=15.0, heartbeat_s=0.2, retry_s=0.1, closed_s=1.0)
-"""Whoever is frozen is lost after ``silence_s``, which a process that only waits for a core must never be."""
+"""A frozen process is lost after ``silence_s``. A process that only waits for a core must not be."""
 
 
 class Field:
@@ -95,7 +95,7 @@ class Field:
         return room
 
     def whole(self) -> bool:
-        """A request that nobody disturbs; False: it failed, on all ranks of decode."""
+        """A request without a fault; False: it failed, on all ranks of decode."""
         room = self.begin()
         phases = [node.until(room, lambda look: look.released).phase for node in self.nodes]
         decode = set(phases[len(self.prefill) :])

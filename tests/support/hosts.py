@@ -154,7 +154,7 @@ def _names() -> Sequence[str]:
 
 
 def apart(clock_s: int = 0) -> Sequence[str]:
-    """Words that begin a command with process ids of its own, and clocks that are so many seconds ahead.
+    """The beginning of a command that gets its own process ids, and clocks that are ``clock_s`` seconds ahead.
 
     Whatever it has started ends with it.
     """

@@ -326,21 +326,7 @@ class Scenario:
         requests = _requests(rng, shape, faults)
         prefills, slot = shape.prefills, shape.slot_bytes
         decode, scarce = shape.decode, stuck or (not survives(faults) and rng.random() < 0.2)
-        options = Options(
-            silence_s=2.0,
-            total_s=4.0,
-            claim_s=1.5,
-            heartbeat_s=0.5,
-            missed=2,
-            closed_s=0.5,
-            retry_s=0.05,
-            retry_most_s=0.4,
-            known_s=0.5,
-            window=rng.choice((1, 2, 4, 16)),
-            tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
-            parked=rng.choice((1, 64)),
-            aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
-        )
+        options = _options(seed, rng)
         lease = slot + 256 * max(p.world for p in prefills)
         slow_kernels = rng.random() < 0.5
         decode_path = rng.choice(("auto", "auto", "staged"))
@@ -405,6 +391,25 @@ class Scenario:
             maps=maps,
             pieces=random.Random(f"pieces {seed}").choice((2, 8, 64, 256)),
         )
+
+
+def _options(seed: int, rng: random.Random) -> Options:
+    """Short times, and small bounds in many worlds."""
+    return Options(
+        silence_s=2.0,
+        total_s=4.0,
+        claim_s=1.5,
+        heartbeat_s=0.5,
+        missed=2,
+        closed_s=0.5,
+        retry_s=0.05,
+        retry_most_s=0.4,
+        known_s=0.5,
+        window=rng.choice((1, 2, 4, 16)),
+        tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
+        parked=rng.choice((1, 64)),
+        aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
+    )
 
 
 @lru_cache(2 * len(TOPOLOGIES))
