@@ -15,8 +15,9 @@ from disagg_kv.errors import RegistrationError, TransportError
 from disagg_kv.memory import Buffer
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import Child, End, Memory
-from disagg_kv.testing.pair import Pair, batch, noise
+from disagg_kv.testing.pair import POISON, Pair, batch, noise, same
 from disagg_kv.testing.transport import TransportSuite
+from disagg_kv.testing.transport_after import LARGE, gives_no_access
 from disagg_kv.transports import Transport
 from tests.support import cuda_ends
 from tests.support.cuda_ends import CudaMemory
@@ -42,9 +43,10 @@ class TestCudaIpc(TransportSuite):
 
 @pytest.mark.skipif(not NIXL, reason="NIXL is not installed")
 class TestNixl(TransportSuite):
-    """UCX's cuda_ipc lane."""
+    """UCX's cuda_ipc lane. As on the CPU, UCX keeps a file of each side of a connection."""
 
     one_process = False
+    kept_per_connect = 2
     timeout_s = 60.0
 
     @classmethod
@@ -63,13 +65,71 @@ class TestMooncake(TransportSuite):
     The library looks at a peer's regions once, so what is said of regions that come later is that they are refused.
     """
 
-    def test_connecting_again_gives_the_same_peer_and_its_new_regions(self, pair: Pair) -> None:
-        """Not over nvlink_intra."""
-        pair.target.add(np.zeros(4096, np.uint8))
+    def test_newer_descriptors_leave_nothing_open(self, pair: Pair) -> None:
+        """There are none over nvlink_intra; those that are refused leave nothing open either."""
+
+        def once() -> None:
+            region = pair.target.add(np.zeros(100, np.uint8))
+            with pytest.raises(TransportError, match="register everything first"):
+                pair.connect()
+            pair.target.drop(region)
+            pair.target.forget(region)
+
+        self._stays(once, "connect with a newer descriptor")
+        pair.put((0, 0, 100))
+        pair.check()
+
+    def _refuses_later_regions(self, pair: Pair) -> None:
+        pair.target.add(np.zeros(100, np.uint8))
         with pytest.raises(TransportError, match="register everything first"):
             pair.connect()
         pair.put((0, 0, 100))
         pair.check()
+
+    test_connecting_again_gives_the_same_peer_and_its_new_regions = _refuses_later_regions
+    test_a_deregistered_region_is_not_written_to_by_later_descriptors = _refuses_later_regions
+    test_a_region_may_begin_and_end_anywhere_in_an_allocation = _refuses_later_regions
+    test_one_large_write_lands_whole = _refuses_later_regions
+
+    def test_a_deregistered_region_is_not_written_to_by_later_descriptors_where_it_is_registered_first(
+        self, end: End, child: Child
+    ) -> None:
+        """A descriptor that has fewer regions is taken."""
+        child.open()
+        region = child.add(np.full(100, POISON, np.uint8))
+        pair = Pair(end, child, 100, self.timeout_s)
+        pair.succeed(end.submit(pair.peer, batch(pair.local, region, [(0, 0, 10)])))
+        child.drop(region)
+        assert pair.connect() == pair.peer
+        gives_no_access(pair, region, "although the peer was connected with a later descriptor")
+        pair.put((0, 0, 100))
+        pair.check()
+        child.close(self.timeout_s)
+
+    def test_a_region_may_begin_and_end_anywhere_in_an_allocation_where_it_is_registered_first(
+        self, end: End, child: Child
+    ) -> None:
+        """Registered before the first connect."""
+        child.open()
+        whole, parts = np.full(20_000, POISON, np.uint8), [(8192, 4096), (5000, 1001), (1, 19_998)]
+        regions = [
+            (end.add_part(noise(20_000, seed), *part), child.add_part(whole, *part)) for seed, part in enumerate(parts)
+        ]
+        pair = Pair(end, child, 100, self.timeout_s)
+        for seed, ((first, _), (mine, theirs)) in enumerate(zip(parts, regions, strict=True)):
+            pair.succeed(end.submit(pair.peer, batch(mine, theirs, [(7, 10, 500)])))
+            want = whole.copy()
+            want[first + 10 : first + 510] = noise(20_000, seed)[first + 7 : first + 507]
+            same(child.read_whole(theirs), want)
+        child.close(self.timeout_s)
+
+    def test_one_large_write_lands_whole_where_it_is_registered_first(self, end: End, child: Child) -> None:
+        """Registered before the first connect."""
+        child.open()
+        pair = Pair(end, child, LARGE, self.timeout_s)
+        pair.put((0, 0, LARGE))
+        pair.check()
+        child.close(self.timeout_s)
 
     def test_both_ends_write_to_each_other(self, pair: Pair) -> None:
         """With what is registered by then."""

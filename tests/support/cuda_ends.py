@@ -11,6 +11,7 @@ from disagg_kv.ids import LayerId
 from disagg_kv.kernels import KERNELS, PageMove, Pages
 from disagg_kv.memory import U8, Buffer, PagedPool
 from disagg_kv.planning import PageCopy
+from disagg_kv.testing.ends import HostMemory
 from disagg_kv.transports import Transport, between_processes
 from tests.support.pools import KV, staged_layout
 
@@ -39,9 +40,12 @@ class CudaMemory:
         return Buffer(tensor.data_ptr(), nbytes, device(), tensor)
 
     def write(self, buffer: Buffer, data: U8) -> None:
-        """See :meth:`Memory.write`; what a transport mapped is written by a kernel, as a copy of pages does it."""
+        """See :meth:`Memory.write`. What a transport mapped is written by a kernel, as a copy of pages does it."""
         if isinstance(buffer.owner, torch.Tensor):
             _tensor(buffer).copy_(torch.from_numpy(data))
+        elif buffer.device == "cpu":
+            HostMemory().write(buffer, data)
+            return
         else:
             given = torch.from_numpy(data.copy()).to(buffer.device)
             _run(Buffer(given.data_ptr(), buffer.nbytes, buffer.device, given), buffer)
@@ -49,6 +53,8 @@ class CudaMemory:
 
     def read(self, buffer: Buffer) -> U8:
         """See :meth:`Memory.read`; what arrived is asked for on a stream that knows nothing of the transport's."""
+        if buffer.device == "cpu":
+            return HostMemory().read(buffer)
         if not isinstance(buffer.owner, torch.Tensor):
             taken = torch.zeros(buffer.nbytes, dtype=torch.uint8, device=buffer.device)
             torch.cuda.synchronize(buffer.device)

@@ -190,7 +190,7 @@ class MooncakeTransport:
         if known is not None and known.serial >= remote.serial:
             return peer
         extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
-        if known is not None and address.protocol == "nvlink_intra":
+        if known is not None and address.protocol == "nvlink_intra" and not known.extents.has_all(extents):
             raise TransportError(
                 f"{known}: over nvlink_intra the library does not see what a peer registers after the first connect; "
                 "register everything first"

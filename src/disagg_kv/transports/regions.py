@@ -34,6 +34,10 @@ class Extents:
         self._whose = whose
         self._one = {i: (base, size) for i, base, size in rows}
 
+    def has_all(self, others: Extents) -> bool:
+        """Whether each region of the others lies here at the same place."""
+        return others._one.items() <= self._one.items()
+
     def address(self, region: int, offset: int, nbytes: int) -> int | None:
         """Where one range begins; None: there is something wrong with it, and :meth:`addresses` says what.
 

@@ -100,3 +100,16 @@ def test_a_copy_of_nothing_touches_nothing() -> None:
     nowhere, none = np.array([1, 1], np.int64), np.zeros(2, np.int64)
     copy(nowhere, nowhere, none)
     copy(nowhere[:0], nowhere[:0], none[:0])
+
+
+def test_regions_are_compared_by_number_and_place() -> None:
+    """Fewer regions are among them; a region that is new, moved or longer is not."""
+    known = Extents([(RegionId(1), 0, 100), (RegionId(2), 500, 50)], "a peer's")
+    for others, held in (
+        ([], True),
+        ([(2, 500, 50)], True),
+        ([(3, 0, 100)], False),
+        ([(2, 501, 50)], False),
+        ([(2, 500, 51)], False),
+    ):
+        assert known.has_all(Extents([(RegionId(i), base, size) for i, base, size in others], "a peer's")) is held
