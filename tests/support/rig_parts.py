@@ -235,7 +235,7 @@ class RecordingTransport:
         return self._inner.close(drain_s)
 
 
-class _Over:
+class Over:
     """A channel over another one; all that a subclass does not say is the inner one's."""
 
     def __init__(self, inner: Channel) -> None:
@@ -267,7 +267,7 @@ class _Over:
         self._inner.close()
 
 
-class Listening(_Over):
+class Listening(Over):
     """Notes the frames about rooms that go to the other side; the work is the inner one's."""
 
     def __init__(self, inner: Channel, heard: list[RoomFrame]) -> None:
@@ -287,7 +287,7 @@ Fate = Callable[[int, str], Sequence[int]]
 """What becomes of the n-th frame to an address: a copy after each so many later sends; () drops it."""
 
 
-class Unreliable(_Over):
+class Unreliable(Over):
     """A channel whose frames are dropped, doubled or late, as ``fate`` says."""
 
     def __init__(self, inner: Channel, fate: Fate) -> None:

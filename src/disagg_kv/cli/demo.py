@@ -52,6 +52,10 @@ InjectOption = Annotated[
     Inject | None,
     typer.Option(help="Introduce an error: exchange KV heads 0 and 1 in the gather, or change signs."),
 ]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Dtype of prefill's cache: float32 [default], bfloat16 [default for a float8 decode], float16."),
+]
 LayerGroup = Annotated[int, typer.Option(min=1, help="Layers per group, with the schedule layer_pipelined.")]
 
 
@@ -73,6 +77,7 @@ def demo(
     prefill_host: PrefillHost = "127.0.0.1",
     decode_host: Annotated[str, typer.Option(help="Decode's address for prefill.")] = "127.0.0.1",
     decode_launch: DecodeLaunch = "",
+    dtype: Dtype = None,
     decode_dtype: Annotated[str | None, typer.Option(help="Dtype of decode's cache: converted on the way.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of conversations.")] = 4,
     turns: Turns = 1,
@@ -111,6 +116,7 @@ def demo(
         prefill_host=prefill_host,
         decode_host=decode_host,
         decode_launch=tuple(shlex.split(decode_launch)),
+        dtype=dtype,
         decode_dtype=decode_dtype,
         requests=requests,
         turns=turns,
@@ -176,7 +182,7 @@ def moved(config: DemoConfig, report: Report) -> Table:
     rows = {
         "requests": f"{report.requests} ({report.prompt_tokens:,} tokens, {report.new_tokens} new ones each)",
         "chunks": f"{config.passes} forward passes of prefill",
-        "KV bytes": f"{report.kv_bytes:,}",
+        "KV bytes": _kv_bytes(report),
         "writes": per_token,
         "path": ", ".join(report.paths),
         "GB/s": f"{report.gb_per_s:.2f} while writes were in flight",
@@ -185,6 +191,12 @@ def moved(config: DemoConfig, report: Report) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _kv_bytes(report: Report) -> str:
+    if report.dtype == report.decode_dtype:
+        return f"{report.kv_bytes:,}"
+    return f"{report.kv_bytes:,} of {report.decode_dtype} (of {report.dtype}: {report.kv_bytes_unconverted:,})"
 
 
 def _turns(report: Report) -> Table:

@@ -21,6 +21,7 @@ FIELDS = {
     "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",
     "descriptors", "descriptors_slice", "strategy", "paths", "transport", "prefill_tp", "decode_tp", "inject",
     "model", "prefill_pp", "decode_pp", "phases", "gb_per_s", "ranks", "turns", "device",
+    "dtype", "decode_dtype", "kv_bytes_unconverted",
 }  # fmt: skip
 
 
@@ -194,6 +195,7 @@ def made(**changes: Any) -> Report:
         "tokens_equal": True, "wrong_bytes": 0, "stray_bytes": 0, "requests": 1, "prompt_tokens": 9, "new_tokens": 1,
         "kv_bytes": 9, "descriptors": 1, "descriptors_slice": 9, "strategy": "staged", "paths": ("staged",),
         "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {}, "gb_per_s": 0.0, "ranks": (),
+        "dtype": "float32", "decode_dtype": "float32", "kv_bytes_unconverted": 9,
         "model": "llama", "device": "cpu", "prefill_pp": 1, "decode_pp": 1,
         "turns": (),
     }  # fmt: skip
@@ -224,9 +226,28 @@ def test_the_title_says_which_model_crossed_between_which_ranks() -> None:
 
 
 def test_a_cache_is_converted_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bytes are the specified conversion of prefill's, a quarter of float32's; tokens follow from rounded rows."""
+    """The bytes are the specified conversion of prefill's, half of bfloat16's; tokens follow from rounded rows."""
     line = ["demo", *SMALL, "--decode-dtype", "float8_e4m3fn", "--verify", "full", "--json"]
     assert run(line) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["tokens_equal"], found["wrong_bytes"], found["stray_bytes"]) == (True, True, 0, 0)
+    assert (found["dtype"], found["decode_dtype"]) == ("bfloat16", "float8_e4m3fn")
     assert found["kv_bytes"] == found["prompt_tokens"] * 2 * 2 * 8 * 32
+    assert found["kv_bytes_unconverted"] == 2 * found["kv_bytes"]
+
+
+def test_a_cache_of_another_dtype_than_the_models_crosses_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """A window among its layers; without a conversion both caches have the same dtype."""
+    line = ["demo", *SMALL, "--requests", "1", "--model", "window", "--dtype", "float16", "--decode-tp", "2", "--json"]
+    assert run(line) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["dtype"], found["decode_dtype"]) == (True, "float16", "float16")
+    assert found["kv_bytes_unconverted"] == found["kv_bytes"]
+
+
+def test_the_table_names_both_dtypes_of_a_conversion() -> None:
+    """And what the bytes would be without it."""
+    cells = {"kv_bytes": 1000, "kv_bytes_unconverted": 2000, "dtype": "bfloat16", "decode_dtype": "float8_e5m2"}
+    table = moved(DemoConfig(), made(**cells))
+    values = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
+    assert values["KV bytes"] == "1,000 of float8_e5m2 (of bfloat16: 2,000)"

@@ -15,7 +15,7 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec
 from disagg_kv.protocol.frames import Return
 from tests.support.rig import Memory, Request, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, PreparingKernels, _Over
+from tests.support.rig_parts import CountingKernels, Flag, Over, PreparingKernels
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 ROW_BYTES = 4 * 2 * 4 * 16
@@ -274,7 +274,7 @@ def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     request.landed()
 
 
-class WithoutReturns(_Over):
+class WithoutReturns(Over):
     """Loses what says that a grant is given back."""
 
     def send(self, address: str, frame: bytes) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import inf, nan
+
 import pytest
 from attrs import evolve
+from msgspec.structs import replace
 
+from disagg_kv.channels import Channel
 from disagg_kv.errors import IncompatiblePeerError
 from disagg_kv.geometry import CacheSpec, Component, item_bytes
 from disagg_kv.ids import LayerId, RoomId
 from disagg_kv.kernels import CpuKernels
-from disagg_kv.protocol import Phase
+from disagg_kv.protocol import Codec, Phase
+from disagg_kv.protocol.frames import Hello
 from tests.support.rig import Memory, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels
+from tests.support.rig_parts import CountingKernels, Over
 
 ODD = Memory(page_size=3, layout="HND", fused=True)
 HEADS, DIM, LAYERS = 4, 8, 4
@@ -215,3 +221,64 @@ def test_what_is_not_converted_is_refused_by_name(spec: CacheSpec, decoded: Cach
 def test_kernels_that_do_not_convert_are_refused_by_name() -> None:
     """A prefill of another version, or with kernels of its own, may lack what decode asks for."""
     assert refused(kv("bfloat16"), kv(E4M3), CountingKernels()) == "conversions"
+
+
+class Fewer(CpuKernels):
+    """Kernels of a version that knows one conversion."""
+
+    conversions = ("bfloat16 to float8_e5m2",)
+
+
+def test_a_conversion_that_prefills_version_lacks_is_refused_by_name() -> None:
+    """What it has serves others: a decode of that dtype gets its rows."""
+    assert refused(kv("bfloat16"), kv(E4M3), Fewer()) == "conversions"
+    rig = Rig(kv("bfloat16"), decoded=kv(E5M2))
+    prefills = rig.prefill(tp_shards(rig.spec, 1), kernels=Fewer())
+    rig.request("room", prefills, rig.decode(tp_shards(rig.decode_spec, 1)), 5).start().landed()
+
+
+class Forging(Over):
+    """A channel whose ``Hello`` says other things of K than the endpoint's spec."""
+
+    def __init__(self, said: dict[str, object], inner: Channel) -> None:
+        super().__init__(inner)
+        self._said, self._codec = said, Codec()
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Change what K is said to be."""
+        given = self._codec.decode(frame)
+        if isinstance(given, Hello):
+            kinds = tuple((replace(k, **self._said), *others) for k, *others in given.spec.kinds)
+            frame = self._codec.encode(replace(given, spec=replace(given.spec, kinds=kinds)))
+        return super().send(address, frame)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"scales": (0.0,)}, "component 'k': scale 0 is 0.0"),
+        ({"scales": (-1.0,)}, "component 'k': scale 0 is -1.0"),
+        ({"scales": (nan,)}, "component 'k': scale 0 is nan"),
+        ({"scales": (1.0, 1.0, inf, 1.0)}, "component 'k': scale 2 is inf"),
+        ({"scales": (1.0, 1.0)}, "component 'k': 2 scales for 4 units"),
+        ({"scales": (), "scaled_by": "k_scale"}, "scaled_by 'k_scale': there is no such component"),
+        ({"scales": (), "scaled_by": "v"}, "scaled_by 'v' must be"),
+        ({"scales": (1.0,), "scaled_by": "v"}, "one or the other"),
+        ({"dtype": "bfloat16", "unit_bytes": 2 * DIM}, "bfloat16 has no scales"),
+        ({"dtype": "float4"}, "unknown dtype 'float4'"),
+    ],
+)
+def test_scales_that_cannot_be_are_refused_when_decode_says_hello(said: dict[str, object], words: str) -> None:
+    """Decode's request ends with what is wrong, and no byte of any page is written."""
+    spec, decoded = kv("bfloat16"), kv(E4M3, "layer")
+    rig = Rig(spec, decoded=decoded)
+    prefills = rig.prefill(tp_shards(spec, 1))
+    decodes = rig.decode(tp_shards(decoded, 1), memory=Memory(channel=partial(Forging, said)))
+    request = rig.request("room", prefills, decodes, 5)
+    request.open_prefill().send(5).finish().open_decode().expect(None)
+    rig.until(lambda: request.receives[0].phase is Phase.FAILED, "a refusal")
+    error = request.receives[0].error
+    assert isinstance(error, IncompatiblePeerError)
+    assert error.field == "hello"
+    assert words in str(error)
+    rig.check()

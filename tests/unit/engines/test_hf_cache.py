@@ -451,3 +451,32 @@ def test_rows_of_another_dtype_are_read_in_the_models() -> None:
     assert PagedHFCache(pool).read(0, table, 0, 3)[0].dtype is torch.float8_e4m3fn
     with pytest.raises(GeometryError, match="unknown dtype"):
         PagedHFCache(pool, dtype="float4")
+
+
+def test_a_model_reads_the_rows_that_its_pages_keep_in_another_dtype() -> None:
+    """450 saturates to 448 as the specification says, and the model attends to what the pages hold."""
+    spec = CacheSpec.kv(1, 2, 4, "float8_e4m3fn")
+    pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=4)
+    paged = PagedHFCache(pool, dtype="float32")
+    table = PageTable(pool.site.groups[0].id, [1])
+    keys, values = torch.full((1, 2, 3, 4), 450.0), torch.full((1, 2, 3, 4), 0.3)
+    for given in (paged.recording(table).update(keys, values, 0), paged.read(0, table, 0, 3)):
+        assert torch.equal(given[0], torch.full((1, 2, 3, 4), 448.0))
+        assert torch.equal(given[1], torch.full((1, 2, 3, 4), 0.3125))
+    with pytest.raises(GeometryError, match=r"the model caches torch\.float16"):
+        paged.write(0, table, 0, keys.half(), values.half())
+
+
+def test_index_keys_are_kept_in_the_dtype_of_the_pages() -> None:
+    _, make, config = next(m for m in models() if m[0] == "sparse_index")
+    model, spec = make(config), spec_from_config(config, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
+    paged = PagedHFCache(pool, dtype="float32")
+    table = PageTable(paged.group.id, [2, 0, 3])
+    own = paged.recording(table)
+    run(model, PROMPT, own)
+    for mine, read in zip(kept(own), kept(paged.load(table, len(PROMPT))), strict=True):
+        assert len(mine) == 3
+        for one, other in zip(mine, read, strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(one, one.bfloat16().float())

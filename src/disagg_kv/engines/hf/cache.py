@@ -33,8 +33,9 @@ class PagedHFCache:
     Args:
         pool: layers of a model as in :func:`~disagg_kv.engines.hf.spec_from_config`, in one group of tokens and, for a
             model with states, one of states.
-        dtype: of the model's own cache; None: as the pool's. Where the pool's differs, as after a conversion without
-            scales, ``load`` and ``read`` give this dtype.
+        dtype: of the model's own cache; None: as the pool's. Where the pool's differs, rows are converted as they are
+            written, by the rules of :mod:`disagg_kv.geometry.formats` without scales; ``load`` and ``read`` give this
+            dtype. States have the pool's.
 
     Raises:
         UnsupportedError: a pool with other groups.
@@ -112,9 +113,9 @@ class PagedHFCache:
         planes, rows = self._layers[layer].tokens, where[0].shape[0]
         for plane, given in zip(planes, (keys, values), strict=True):
             _, _, heads, dim = plane.cells.shape
-            plane.check(given, (1, heads, rows, dim))
+            plane.check(given, (1, heads, rows, dim), self._dtype)
         for plane, given in zip(planes, (keys, values), strict=True):
-            plane.cells[where] = given[0].transpose(0, 1)
+            plane.cells[where] = plane.stored(given)[0].transpose(0, 1)
 
     def write_index(self, layer: int, table: PageTable, start: int, keys: torch.Tensor) -> None:
         """Write one layer's index keys ``[1, rows, dim]`` into the rows from ``start`` on.
@@ -129,8 +130,8 @@ class PagedHFCache:
         plane = self._layers[layer].index
         if plane is None:
             raise GeometryError(f"layer {self._ids[layer]} has no index")
-        plane.check(keys, (1, where[0].shape[0], plane.cells.shape[3]))
-        plane.cells[where] = keys[0].unsqueeze(1)
+        plane.check(keys, (1, where[0].shape[0], plane.cells.shape[3]), self._dtype)
+        plane.cells[where] = plane.stored(keys)[0].unsqueeze(1)
 
     def indexed(self, layer: int) -> bool:
         """Whether a layer keeps an index beside keys and values."""
@@ -143,6 +144,19 @@ class PagedHFCache:
             self._own(plane.cells[where]).transpose(0, 1).unsqueeze(0) for plane in self._layers[layer].tokens
         )
         return keys, values
+
+    def as_read(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's keys and values as :meth:`read` gives them after a :meth:`write`."""
+        stored = (
+            self._own(plane.stored(given))
+            for plane, given in zip(self._layers[layer].tokens, (keys, values), strict=True)
+        )
+        return next(stored), next(stored)
+
+    def index_as_read(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """The same for index keys."""
+        plane = self._layers[layer].index
+        return keys if plane is None else self._own(plane.stored(keys))
 
     def _own(self, cells: torch.Tensor) -> torch.Tensor:
         """Cells in the model's dtype."""

@@ -25,13 +25,22 @@ class Planed:
     component: Component
     cells: torch.Tensor
 
-    def check(self, given: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Raise a :class:`GeometryError` unless the model's tensor has this shape and the plane's type."""
-        if tuple(given.shape) != shape or given.dtype != self.cells.dtype:
+    def check(self, given: torch.Tensor, shape: tuple[int, ...], dtype: str | None = None) -> None:
+        """Raise a :class:`GeometryError` unless the model's tensor has this shape and type; None: the plane's type."""
+        wanted = f"torch.{dtype or self.component.dtype}"
+        if tuple(given.shape) != shape or str(given.dtype) != wanted:
             raise GeometryError(
                 f"layer {self.layer}, {self.component.name!r}: the model caches {given.dtype} {tuple(given.shape)}, "
-                f"this rank's shard has {self.cells.dtype} {shape}"
+                f"this rank's shard has {wanted} {shape}"
             )
+
+    def stored(self, given: torch.Tensor) -> torch.Tensor:
+        """The model's tensor in the plane's type, by the specified conversion where it has another."""
+        if given.dtype == self.cells.dtype:
+            return given
+        from ...kernels.convert import reference
+
+        return reference.rounded(given.float(), self.component.dtype).view(self.cells.dtype)
 
 
 @frozen(eq=False)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class RecordingCache(Cache):
     """A model's own cache that also writes every appended row to the pages of one room.
 
+    Where the pages have another dtype than the model, the model gets the rows as they are read from the pages.
+
     If ``layer_ready`` is set, it is called with each layer whose rows of the forward pass are in the pages. Its second
     argument is a function that makes an event behind them (None on a CPU), as a step's ``layer_ready`` takes it. On a
     GPU the host waits for nothing, and no unused event is created. Once ``layer_ready`` returns False, it is not called
@@ -48,6 +50,7 @@ class RecordingCache(Cache):
         self._paged.write_at(self._places(start, int(key_states.shape[2])), layer_idx, key_states, value_states)
         if not self._paged.indexed(layer_idx) or self._index_rows(layer_idx) == start + key_states.shape[2]:
             self._final(layer_idx)
+        key_states, value_states = self._paged.as_read(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -57,7 +60,8 @@ class RecordingCache(Cache):
         self._paged.write_index_at(where, layer_idx, indexer_key_states)
         if self.get_seq_length(layer_idx) == start + indexer_key_states.shape[1]:
             self._final(layer_idx)
-        keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
+        read = self._paged.index_as_read(layer_idx, indexer_key_states)
+        keys: torch.Tensor = super().update_indexer(read, layer_idx)
         return keys
 
     def _index_rows(self, layer_idx: int) -> int:

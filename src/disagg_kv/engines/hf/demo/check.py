@@ -91,7 +91,7 @@ def check(work: Path, tokens: Sequence[int], prefills: int, pools: Sequence[Pool
     memories = [np.load(work / f"pool-{rank}.npy") for rank in range(len(pools))]
     expected = [np.zeros(memory.shape, bool) for memory in memories]
     for request, count in enumerate(tokens):
-        own = _own(work, request, prefills)
+        own = own_cache(work, request, prefills)
         for rank, (pool, memory, seen) in enumerate(zip(pools, memories, expected, strict=True)):
             kept = pool.kept[request] if pool.kept else ()
             ours = np.load(work / f"kept-{request}-{rank}.npy") if kept else None  # [layers, 2, heads, rows, dim]
@@ -124,8 +124,14 @@ def _rows(runs: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(start, stop) for start, stop in runs])
 
 
-def _own(work: Path, request: int, prefills: int) -> dict[tuple[str, int], npt.NDArray[np.float32]]:
-    """What prefill's own caches hold of a request: per component and unit ``[rows, elements]``."""
+def own_cache(work: Path, request: int, prefills: int) -> dict[tuple[str, int], npt.NDArray[np.float32]]:
+    """What prefill's own caches hold of a request: per component and unit ``[rows, elements]``.
+
+    Args:
+        work: the folder.
+        request: its number.
+        prefills: how many prefill ranks there are.
+    """
     found: dict[tuple[str, int], npt.NDArray[np.float32]] = {}
     for rank in range(prefills):
         with np.load(work / f"own-{request}-{rank}.npz") as files:

@@ -8,12 +8,15 @@ from attrs import frozen
 
 from ....errors import ConfigurationError
 from ....geometry import CONVERSIONS
+from ....geometry.formats import SCALED
 from ....protocol import Verify, check_verify
 from ....strategies import strategy
 
 Role = Literal["prefill", "decode", "reference"]
 Injection = Literal["swap-heads", "negate"]
 Model = Literal["llama", "mla", "hybrid", "mamba", "window"]
+CACHES = ("float32", "bfloat16", "float16")
+"""Dtypes of prefill's cache."""
 LOOPBACK = "127.0.0.1"
 Kind = Literal["ready", "prefilled", "released", "arrived", "decoded", "done", "failed"]
 
@@ -39,7 +42,10 @@ class DemoConfig:
         decode_host: the address of decode's processes for prefill.
         decode_launch: words before the command of decode's processes, for example ``ip netns exec b``. They may be in
             another network, but share this machine's files, clock and process ids.
-        decode_dtype: dtype of decode's cache, into which prefill's is converted; None: as prefill's, float32.
+        dtype: dtype of prefill's cache: ``float32``, ``bfloat16`` or ``float16``. The model computes in float32, reads
+            its cache in this dtype, and its sums differ little between splits. None: ``bfloat16`` if ``decode_dtype``
+            is a float8, else ``float32``.
+        decode_dtype: dtype of decode's cache, into which prefill's is converted; None: as prefill's.
         requests: number of prompts; each is the first of a conversation.
         turns: prompts per conversation. Each is the previous prompt, its answer, and ``turn_tokens`` more.
         turn_tokens: tokens that a later prompt adds.
@@ -74,6 +80,7 @@ class DemoConfig:
     prefill_host: str = LOOPBACK
     decode_host: str = LOOPBACK
     decode_launch: tuple[str, ...] = ()
+    dtype: str | None = None
     decode_dtype: str | None = None
     requests: int = 4
     turns: int = 1
@@ -148,13 +155,18 @@ class DemoConfig:
             raise ConfigurationError("inject 'swap-heads' is for the model 'llama' without a pipeline")
 
     def _check_dtype(self) -> None:
-        """A conversion is shown alone: without later turns, errors on purpose, or states."""
-        if self.decode_dtype is None:
+        """A cache of another dtype is shown alone: without later turns, errors on purpose, or states."""
+        if self.kept_dtype not in CACHES:
+            raise ConfigurationError(f"dtype {self.kept_dtype!r}: prefill's cache has one of {', '.join(CACHES)}")
+        if not self.rounds:
             return
-        if ("float32", self.decode_dtype) not in CONVERSIONS:
-            raise ConfigurationError(f"decode_dtype {self.decode_dtype!r}: there is no conversion from float32 to it")
+        pair = self.kept_dtype, self.decoded_dtype
+        if pair not in CONVERSIONS and pair[0] != pair[1]:
+            raise ConfigurationError(f"decode_dtype {pair[1]!r}: there is no conversion from {pair[0]} to it")
         if self.turns > 1 or self.inject is not None or self.model not in ("llama", "mla", "window"):
-            raise ConfigurationError("decode_dtype supports the models 'llama', 'mla', 'window', one turn, no inject")
+            raise ConfigurationError(
+                "dtype and decode_dtype support the models 'llama', 'mla', 'window', one turn, no inject"
+            )
 
     def _check_stages(self) -> None:
         """Each stage must have the kinds of layers that alternate."""
@@ -165,6 +177,23 @@ class DemoConfig:
             pp = getattr(self, name)
             if pp < 1 or self.layers % (kinds * pp):
                 raise ConfigurationError(f"{name} {pp} does not divide {self.layers // kinds} times {kinds} layers")
+
+    @property
+    def kept_dtype(self) -> str:
+        """Of prefill's cache."""
+        if self.dtype is not None:
+            return self.dtype
+        return "bfloat16" if self.decode_dtype in SCALED else "float32"
+
+    @property
+    def decoded_dtype(self) -> str:
+        """Of decode's cache."""
+        return self.decode_dtype or self.kept_dtype
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a cache has another dtype than the model's computation."""
+        return (self.kept_dtype, self.decoded_dtype) != ("float32", "float32")
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:

@@ -25,8 +25,9 @@ SIDES: tuple[Role, Role] = ("prefill", "decode")
 
 def spec_of(config: DemoConfig, role: Role = "prefill") -> CacheSpec:
     """The model's whole cache, as a role keeps it."""
-    spec = spec_from_config(model_config(config), "float32", model=f"demo {config.model} {config.seed}".encode())
-    return spec if role != "decode" or config.decode_dtype is None else spec.cast(config.decode_dtype)
+    dtype = config.kept_dtype
+    spec = spec_from_config(model_config(config), dtype, model=f"demo {config.model} {config.seed}".encode())
+    return spec if role != "decode" or config.decoded_dtype == dtype else spec.cast(config.decoded_dtype)
 
 
 def shards_of(config: DemoConfig, role: Role) -> list[Shard]:

@@ -32,7 +32,7 @@ def run(member: Member, store: Store) -> None:
     stage = Stage(member, store)
     wrong = WrongGather() if config.inject == "swap-heads" else None
     with wire.prefill(member, store, wrong) as (endpoint, pool):
-        paged = PagedHFCache(pool)
+        paged = PagedHFCache(pool, dtype="float32")
         free = PageAllocator(shuffled(paged.group.pages, config.seed))
         slots = PageAllocator(shuffled(config.requests + 1, config.seed))
         member.notify("ready")
@@ -77,6 +77,7 @@ def run(member: Member, store: Store) -> None:
                 member.notify("prefilled")
         for request, cache in enumerate(caches):
             np.savez(member.work / f"own-{request}-{member.rank}.npz", **_own(pool, cache))  # type: ignore[arg-type]
+        wire.publish_own(store, member.rank)
         ended = now()
         rooms = wire.released(endpoint.poll, deliveries, member, "released")
         member.leave(PrefillResult(os.getpid(), heads(pool), ready, ended, rooms))

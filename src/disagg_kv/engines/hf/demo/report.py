@@ -62,6 +62,7 @@ class Report:
         prompt_tokens: tokens of all prompts of all turns.
         new_tokens: tokens generated per prompt.
         kv_bytes: bytes of cache that prefill sent, over all ranks and turns.
+        kv_bytes_unconverted: the same in the dtype of prefill's cache.
         descriptors: writes that prefill posted.
         descriptors_slice: writes that the path ``slice`` would post: one per token and head slice.
         strategy: as configured.
@@ -69,6 +70,8 @@ class Report:
         transport: as configured.
         device: as configured.
         model: as configured.
+        dtype: of prefill's cache.
+        decode_dtype: of decode's cache.
         prefill_tp: processes of a prefill stage; prefill_pp: its stages.
         decode_tp: processes of a decode stage; decode_pp: its stages.
         inject: the error that was introduced on purpose.
@@ -87,6 +90,7 @@ class Report:
     prompt_tokens: int
     new_tokens: int
     kv_bytes: int
+    kv_bytes_unconverted: int
     descriptors: int
     descriptors_slice: int
     strategy: str
@@ -94,6 +98,8 @@ class Report:
     transport: str
     device: str
     model: str
+    dtype: str
+    decode_dtype: str
     prefill_tp: int
     prefill_pp: int
     decode_tp: int
@@ -142,6 +148,7 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         new_tokens=config.max_new_tokens,
         kv_bytes=kv_bytes,
+        kv_bytes_unconverted=kv_bytes * item_bytes(config.kept_dtype) // item_bytes(config.decoded_dtype),
         descriptors=sum(room.descriptors for room in sent),
         descriptors_slice=results.reference.descriptors_slice,
         strategy=config.strategy,
@@ -149,6 +156,8 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         transport=config.transport,
         device=config.device,
         model=config.model,
+        dtype=config.kept_dtype,
+        decode_dtype=config.decoded_dtype,
         prefill_tp=config.prefill_tp,
         prefill_pp=config.prefill_pp,
         decode_tp=config.decode_tp,
@@ -167,7 +176,7 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
 
 def _turn(config: DemoConfig, results: Results, turn: int) -> TurnReport:
     of = slice(turn * config.requests, (turn + 1) * config.requests)
-    size = item_bytes(config.decode_dtype or "float32")
+    size = item_bytes(config.decoded_dtype)
     row_bytes = config.layers * 2 * config.kv_heads * config.head_dim * size
     return TurnReport(
         prompt_tokens=sum(config.lengths(turn)),

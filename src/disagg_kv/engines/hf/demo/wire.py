@@ -41,6 +41,17 @@ def publish_answer(store: Store, request: int, turn: int, tokens: Sequence[int])
     store.set(f"answer {request} {turn}", json.dumps(list(tokens)))
 
 
+def publish_own(store: Store, rank: int) -> None:
+    """The files of a prefill rank's own caches are there."""
+    store.set(f"own {rank}", "")
+
+
+def await_own(store: Store, prefills: int) -> None:
+    """Wait for the files of all prefill ranks' own caches."""
+    for rank in range(prefills):
+        wait_for(store, f"own {rank}")
+
+
 def answer(store: Store, request: int, turn: int) -> list[int]:
     """Wait for an answer."""
     tokens: list[int] = json.loads(wait_for(store, f"answer {request} {turn}"))
