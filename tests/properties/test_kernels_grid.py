@@ -11,6 +11,8 @@ import pytest
 from disagg_kv.geometry import CacheSpec, PageTable, Plane, Shard, shard
 from disagg_kv.kernels import CpuKernels, Move, ReferenceKernels
 from disagg_kv.memory import Layout, PagedPool
+from tests.support.convert_grid import cases
+from tests.support.copy_grid import CopyGrid, Kind, check_copy
 from tests.support.pools import KV, buffer_over, noise, over, staged_layout
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
@@ -73,6 +75,23 @@ def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_ev
             reference.scatter(pools[1], moves, buffer_over(staged[1]))
             assert np.array_equal(memories[0], memories[1])
             assert np.array_equal(staged[0], noise(size, 2))
+
+
+RULES = ["bfloat16-float8_e4m3fn-head", "bfloat16-float8_e4m3fn-computed", "float8_e4m3fn-bfloat16-computed",
+         "float32-bfloat16-none"]  # fmt: skip
+KINDS: list[tuple[Layout, bool]] = [("NHD", False), ("HND", False), ("NHD", True)]
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_copy_that_converts_equals_the_reference_on_every_byte_of_all_pools(
+    kind: tuple[Layout, bool], page_size: int
+) -> None:
+    """Head slices, partial pages, every order on both sides, K != V, odd addresses, and every rule of scales."""
+    targets: list[Kind] = [(*into, size) for into in KINDS for size in (1, 4)]
+    for case in [one for one in cases((5, 3)) if one.name in RULES]:
+        grid = CopyGrid.between((*kind, page_size), targets, case.of_one_layer, [(0, 2, 1), (1, 0, 2)])
+        check_copy(CpuKernels(), grid, "cpu", (1, 3))
 
 
 def test_the_grid_moves_something() -> None:

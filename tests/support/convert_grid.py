@@ -28,6 +28,12 @@ class Case:
     source: CacheSpec
     target: CacheSpec
 
+    @property
+    def of_one_layer(self) -> tuple[CacheSpec, CacheSpec]:
+        """The same two without what is not converted."""
+        first = LayerId(0)
+        return CacheSpec({first: self.source.layers[first]}), CacheSpec({first: self.target.layers[first]})
+
 
 def spec(dtype: str, dims: tuple[int, int], scales: str = "none") -> CacheSpec:
     """K and V of two dims; ``scales``: none, per ``layer``, per ``head``, or ``computed``."""

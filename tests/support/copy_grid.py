@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from attrs import frozen
 
-from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.geometry import CacheSpec, PageTable, Site, read_as, shard
 from disagg_kv.kernels import Kernels, PageMove, Pages, ReferenceKernels
-from disagg_kv.memory import Layout, MappedPool, PagedPool
-from disagg_kv.planning import PageCopy, StagedLayout
+from disagg_kv.memory import ConvertedPool, Layout, MappedPool, PagedMemory, PagedPool
+from disagg_kv.planning import PageCopy
 from tests.support.kernel_grid import ALIGNMENTS, buffer_on, content_of, placed
 from tests.support.pools import KV, noise, staged_layout
 
@@ -34,11 +34,13 @@ class CopyGrid:
 
     Args:
         source: the pool that is read.
-        targets: the pools that are written; each move has pages of its own.
+        spec: as which cache.
+        targets: the pools that are written, of this spec; each move has pages of its own.
         parts: of one call.
     """
 
     source: PagedPool
+    spec: CacheSpec
     targets: Sequence[PagedPool]
     parts: Sequence[_Part]
 
@@ -47,28 +49,42 @@ class CopyGrid:
         cls, source: Kind, targets: Sequence[Kind], alignment: int, slices: Iterable[tuple[int, int, int]]
     ) -> CopyGrid:
         """The grid for three heads, K and V of different dims; slices are first head here, there, and how many."""
-        slices = list(slices)
+        dtype, k_dim, v_dim = ALIGNMENTS[alignment]
+        spec = CacheSpec.kv(1, 3, k_dim, dtype, v_head_dim=v_dim)
+        return cls.between(source, targets, (spec, spec), slices)
+
+    @classmethod
+    def between(
+        cls,
+        source: Kind,
+        targets: Sequence[Kind],
+        specs: tuple[CacheSpec, CacheSpec],
+        slices: Iterable[tuple[int, int, int]],
+    ) -> CopyGrid:
+        """The same for two specs, of which the first is read as the second."""
+        slices, (own, spec) = list(slices), specs
         parts: list[_Part] = []
         made: list[PagedPool] = []
         most = 0
         for number, kind in enumerate(targets):
             rows = sorted(_rows(source[2], kind[2]))
             each = -(-max(stop for _, stop in rows) // kind[2])
-            pool = _pool(kind, alignment, each * len(rows) * len(slices) + 3)
+            pool = _pool(kind, spec, each * len(rows) * len(slices) + 3)
             (group,) = pool.site.groups
+            read = read_as(_pool(source, own, 1).site, spec)
             free = list(np.random.default_rng(number).permutation(group.pages))
             for first, into, units in slices:
                 for start, stop in rows:
                     most = max(most, -(-stop // source[2]))
                     pages = PageTable(KV, [free.pop() for _ in range(each)], kind[2] if start >= kind[2] else 0)
                     begin = source[2] if start >= source[2] else 0
-                    sides = [_layout(one, units, start, stop) for one in (first, into)]
-                    parts.append(_Part(number, PageCopy(*sides), PageTable(KV, [0], begin), pages))
+                    copy = _copy(read, pool.site, (first, into, units), (start, stop))
+                    parts.append(_Part(number, copy, PageTable(KV, [0], begin), pages))
             made.append(pool)
-        pool = _pool(source, alignment, most + 2)
+        pool = _pool(source, own, most + 2)
         order = np.random.default_rng(source[2]).permutation(most + 2)
         shuffled = [_Part(p.target, p.copy, PageTable(KV, order, p.read.first), p.written) for p in parts]
-        return cls(pool, made, shuffled)
+        return cls(pool, spec, made, shuffled)
 
 
 def _rows(page: int, other: int) -> set[tuple[int, int]]:
@@ -77,19 +93,25 @@ def _rows(page: int, other: int) -> set[tuple[int, int]]:
     return {(0, tokens), (0, 1), (high - 1, high + 1), (max(low - 1, 1), tokens - 1)}
 
 
-def _pool(kind: Kind, alignment: int, pages: int) -> PagedPool:
+def _pool(kind: Kind, spec: CacheSpec, pages: int) -> PagedPool:
     layout, fused, page_size = kind
-    dtype, k_dim, v_dim = ALIGNMENTS[alignment]
-    spec = CacheSpec.kv(1, 3, k_dim, dtype, v_head_dim=v_dim)
     return PagedPool.allocate(spec, shard(spec), pages=pages, page_size=page_size, layout=layout, fused=fused)
 
 
-def _layout(first: int, units: int, start: int, stop: int) -> StagedLayout:
-    """The same rows of K and of V; where they lie in staging means nothing."""
-    return staged_layout([(0, first, units, start, stop, 0), (1, first, units, start, stop, 0)], 1)
+def _copy(source: Site, target: Site, heads: tuple[int, int, int], rows: tuple[int, int]) -> PageCopy:
+    """The same rows of all components; of one with fewer units what there is of the slice."""
+    there = {(plane.layer, plane.component): number for number, plane in enumerate(target.planes)}
+    ours: list[tuple[int, int, int, int, int, int]] = []
+    theirs: list[tuple[int, int, int, int, int, int]] = []
+    for number, plane in enumerate(source.planes):
+        held = target.spec.component(plane.layer, plane.component).units
+        first, into, units = min(heads[0], held - 1), min(heads[1], held - 1), min(heads[2], held)
+        ours.append((number, first, units, *rows, 0))
+        theirs.append((there[plane.layer, plane.component], into, units, *rows, 0))
+    return PageCopy(staged_layout(ours, 1), staged_layout(theirs, 1))
 
 
-def _moves(parts: Sequence[_Part], source: PagedPool, targets: Sequence[PagedPool]) -> Iterator[PageMove]:
+def _moves(parts: Sequence[_Part], source: PagedMemory, targets: Sequence[PagedPool]) -> Iterator[PageMove]:
     mapped = [MappedPool(one.site, one.buffers) for one in targets]
     for part in parts:
         yield PageMove(part.copy, Pages(source, {KV: part.read}), Pages(mapped[part.target], {KV: part.written}))
@@ -104,8 +126,13 @@ def check_copy(kernels: Kernels, grid: CopyGrid, device: str, shifts: tuple[int,
         device: where.
         shifts: bytes by which the source and the targets lie off their alignment.
     """
+    converts = grid.spec != grid.source.site.spec
     content = noise(grid.source.site.buffers[0], 1)
-    source = placed(grid.source, buffer_on(device, content, shifts[0]))
+    if converts:
+        # Rows of zeros have no scale of their own.
+        content[: len(content) // 8] = 0
+    own = placed(grid.source, buffer_on(device, content, shifts[0]))
+    source = ConvertedPool(own, grid.spec) if converts else own
     written: list[list[bytes]] = []
     for one in (kernels, ReferenceKernels()):
         targets = [
@@ -119,4 +146,4 @@ def check_copy(kernels: Kernels, grid: CopyGrid, device: str, shifts: tuple[int,
     assert written[0] == written[1]
     for number, found in enumerate(written[0]):
         assert found != noise(len(found), 2 + number).tobytes(), "nothing was copied"
-    assert np.array_equal(content_of(source.buffers[0]), content)
+    assert np.array_equal(content_of(own.buffers[0]), content)

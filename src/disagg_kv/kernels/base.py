@@ -210,7 +210,10 @@ class SupportsWarmUp(Protocol):
     """Kernels that have to be compiled."""
 
     def warm(self, pool: MemoryPool) -> None:
-        """Compile now the kernels that requests for this pool's heads need, so that no request waits for it. Blocks."""
+        """Compile now the kernels that requests for this pool's heads need, so that no request waits for it. Blocks.
+
+        Of a pool that is read as another cache these are the gathers. On any thread.
+        """
         ...
 
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from attrs import evolve
 
 from .. import arguments
-from ..errors import IntegrityError, MissingDependencyError, UnknownNameError, UnsupportedError
+from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CONVERSION_NAMES, CacheSpec, PageTable, shard
 from ..ids import GroupId
 from ..memory import U8, Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from .triton_sums import ChecksumLauncher
 
 log = logging.getLogger("disagg_kv")
-
-NO_COPY = "kernels 'triton' do not convert in a copy from pages to pages"
 
 
 class ReferenceKernels:
@@ -155,7 +153,9 @@ class TritonKernels:
         """Enqueue the copy of pages into pages behind ``after``; the event of its end."""
         _launcher("gather")  # what is missing is said there
         if any(converts(move.source.pool) for move in moves):
-            raise UnsupportedError(NO_COPY)
+            from .triton_convert import copy
+
+            return copy(_copier(self._programs), moves, after, self._programs)
         return _copier(self._programs)(moves, after)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
@@ -163,14 +163,21 @@ class TritonKernels:
         return _launcher("scatter").prepare(pool, moves, staging)
 
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
-        """Write the table of a gather; None for one that converts, which is several launches."""
-        return None if converts(pool) else _launcher("gather").prepare(pool, moves, staging, moved=True)
+        """Write the table of a gather."""
+        launcher = _launcher("gather")
+        if converts(pool):
+            from .triton_convert import prepare_gather
+
+            return prepare_gather(launcher, pool, moves, staging)
+        return launcher.prepare(pool, moves, staging, moved=True)
 
     def prepare_copy(self, moves: Sequence[PageMove]) -> PreparedCopy | None:
-        """Write the table of a copy; None for one that converts, which ``copy`` refuses."""
+        """Write the table of a copy."""
         _launcher("gather")  # what is missing is said there
         if any(converts(move.source.pool) for move in moves):
-            return None
+            from .triton_convert import prepare_copy
+
+            return prepare_copy(_copier(self._programs), moves, self._programs)
         return _copier(self._programs).prepare(moves)
 
     def may_launch(self) -> bool:
@@ -198,16 +205,21 @@ class TritonKernels:
         return waits_for(event)
 
     def warm(self, pool: MemoryPool) -> None:
-        """Compile gather and scatter for the pool."""
+        """Compile gather and scatter for the pool; of one that is read as another cache, gather."""
+        if converts(pool):
+            from .triton_convert import warm
+
+            warm(_launcher("gather"), pool)
+            return
         for name in ("gather", "scatter"):
             _launcher(name).warm(pool)
 
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
         """Compile the copy between two pools, and upload their tables."""
         _launcher("gather")
-        if converts(source):
-            raise UnsupportedError(NO_COPY)
-        _copier(self._programs).warm(source, target)
+        from .triton_convert import warm_copy
+
+        warm_copy(_copier(self._programs), source, target, self._programs)
 
 
 @cache

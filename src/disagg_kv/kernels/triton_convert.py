@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
 
-from ..memory import All, Buffer, Event, MemoryPool
-from .base import Checksums, Move
+from ..errors import DisaggKVError
+from ..memory import All, Buffer, Event, MemoryPool, PagedMemory
+from .base import Checksums, Move, PageMove
 from .checksum.mixing import U64
-from .triton_kinds import Kind, kinds_of
-from .triton_launch import Launcher
+from .triton_copy_launch import CopyLauncher, PreparedCopyLaunch, warm_moves
+from .triton_kinds import Kind, kinds_of, split_copies
+from .triton_launch import Launcher, PreparedLaunch
 from .triton_sums import ChecksumLauncher
+
+Part = TypeVar("Part", PreparedLaunch, PreparedCopyLaunch)
+
+Launch = Callable[[Event | None], Event | None]
+"""Launches behind an event, and returns that of its end; None: it has ended."""
 
 
 @cache
 def _gather(kind: Kind) -> Launcher:
     return Launcher("gather_converted", kind=kind)
+
+
+@cache
+def _copier(kind: Kind, programs: int | None) -> CopyLauncher:
+    return CopyLauncher(programs, kind=kind)
 
 
 @cache
@@ -29,8 +43,43 @@ def gather(
     plain: Launcher, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None
 ) -> Event | None:
     """Gather from a pool that is read as another cache; ``plain`` copies what needs no conversion."""
-    launchers = ((plain if kind is None else _gather(kind), some) for kind, some, _ in kinds_of(pool).split(moves))
-    return _all([launcher(pool, some, staging, after) for launcher, some in launchers])
+    return beside(
+        [partial(launcher, pool, some, staging) for launcher, some in _gathers(plain, pool, moves)],
+        after,
+    )
+
+
+def prepare_gather(plain: Launcher, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGathers | None:
+    """The same up to its launches; see :class:`.base.SupportsPreparing`."""
+    launchers = _gathers(plain, pool, moves)
+    found = _prepared(launcher.prepare(pool, some, staging, moved=True) for launcher, some in launchers)
+    return None if found is None else PreparedGathers(found)
+
+
+def _gathers(plain: Launcher, pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Launcher, list[Move]]]:
+    for kind, some, _ in kinds_of(pool).split(moves):
+        yield plain if kind is None else _gather(kind), some
+
+
+def copy(plain: CopyLauncher, moves: Sequence[PageMove], after: Event | None, programs: int | None) -> Event | None:
+    """Copy or convert pages into pages; ``programs``: see :class:`.triton_copy_launch.CopyLauncher`.
+
+    The launches follow one another, so that all of them together take no more of the GPU than one does.
+    """
+    return in_turn([partial(launcher, some) for launcher, some in _copies(plain, moves, programs)], after)
+
+
+def prepare_copy(plain: CopyLauncher, moves: Sequence[PageMove], programs: int | None) -> PreparedCopies | None:
+    """The same up to its launches; see :class:`.base.SupportsArming`."""
+    found = _prepared(launcher.prepare(some) for launcher, some in _copies(plain, moves, programs))
+    return None if found is None else PreparedCopies(found)
+
+
+def _copies(
+    plain: CopyLauncher, moves: Sequence[PageMove], programs: int | None
+) -> Iterator[tuple[CopyLauncher, list[PageMove]]]:
+    for kind, some in split_copies(moves):
+        yield plain if kind is None else _copier(kind, programs), some
 
 
 def checksum(plain: ChecksumLauncher, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
@@ -49,6 +98,107 @@ def checksum(plain: ChecksumLauncher, pool: MemoryPool, moves: Sequence[Move], a
         return found
 
     return Checksums(_all([sums.event for sums, _ in parts]), read)
+
+
+def warm(plain: Launcher, pool: MemoryPool) -> None:
+    """Compile the gathers of such a pool; see :meth:`.base.SupportsWarmUp.warm`."""
+    for kind in kinds_of(pool).every:
+        (plain if kind is None else _gather(kind)).warm(pool)
+
+
+def warm_copy(plain: CopyLauncher, source: PagedMemory, target: PagedMemory, programs: int | None) -> None:
+    """Compile copies from one pool into another; see :meth:`.base.SupportsWarmUp.warm_copy`."""
+    for move in warm_moves(source, target):
+        for launcher, (some,) in _copies(plain, [move], programs):
+            launcher.warm(some)
+
+
+class PreparedGathers:
+    """Several gathers as one; see :class:`.base.PreparedGather`."""
+
+    def __init__(self, parts: Sequence[PreparedLaunch]) -> None:
+        self._parts = parts
+
+    def launch(self, base: int, after: Event | None) -> Event | None:
+        """See :meth:`.base.PreparedGather.launch`."""
+        try:
+            return beside([partial(part.launch, base) for part in self._parts], after)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """See :meth:`.base.Prepared.drop`."""
+        for part in self._parts:
+            part.drop()
+
+
+class PreparedCopies:
+    """Several copies as one; see :class:`.base.PreparedCopy`."""
+
+    def __init__(self, parts: Sequence[PreparedCopyLaunch]) -> None:
+        self._parts = parts
+
+    def launch(self, after: Event | None) -> Event | None:
+        """See :meth:`.base.PreparedCopy.launch`."""
+        try:
+            return in_turn([part.launch for part in self._parts], after)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """See :meth:`.base.Prepared.drop`."""
+        for part in self._parts:
+            part.drop()
+
+
+def _prepared(parts: Iterable[Part | None]) -> list[Part] | None:
+    """All parts; None where one of them cannot be prepared, or there are none."""
+    found: list[Part] = []
+    complete = False
+    try:
+        for part in parts:
+            if part is None:
+                break
+            found.append(part)
+        else:
+            complete = bool(found)
+    finally:
+        for part in () if complete else found:
+            part.drop()
+    return found if complete else None
+
+
+def beside(launches: Iterable[Launch], after: Event | None) -> Event | None:
+    """Launch all behind ``after``; the end of them. Where one raises, that comes once the others have ended."""
+    events: list[Event | None] = []
+    try:
+        for launch in launches:
+            events.append(launch(after))
+    except BaseException:
+        _finish(events)
+        raise
+    return _all(events)
+
+
+def in_turn(launches: Iterable[Launch], after: Event | None) -> Event | None:
+    """The same, each behind the one before it."""
+    last: Event | None = None
+    try:
+        for launch in launches:
+            event = launch(after if last is None else last)
+            last = last if event is None else event
+    except BaseException:
+        _finish([last])
+        raise
+    return last
+
+
+def _finish(events: Iterable[Event | None]) -> None:
+    """Wait for what was launched; in a broken context nothing runs."""
+    for event in events:
+        if event is not None:
+            with suppress(DisaggKVError):
+                event.synchronize()
 
 
 def _all(events: Sequence[Event | None]) -> Event | None:

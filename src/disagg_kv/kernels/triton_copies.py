@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from attrs import frozen
 
 from ..errors import UnsupportedError
@@ -12,7 +13,7 @@ from ..geometry import I64
 from ..memory import PagedMemory
 from ..planning import StagedLayout
 from .base import PageMove
-from .triton_tables import MOST, PLANE, PageIds, Planes, Shape, columns_of, known_or_made
+from .triton_tables import MOST, PLANE, CellBytes, PageIds, Planes, Shape, columns_of, known_or_made
 
 SIDE = 4
 """Words of a side: address of the plane's words, first unit, first row, address of the page ids.
@@ -62,12 +63,20 @@ class _Sides:
         begins = np.cumsum([0, *(len(p.planes.groups) for p in pools)])[:-1]
         group = np.concatenate([p.planes.group[x.plane] for p, x in zip(pools, layouts, strict=True)])
         self.of = np.repeat(begins, counts) + group
+        self.scales_bits = 0
+        """Of the scales that conversions read, addresses and strides, or'ed."""
+        for p, x in zip(pools, layouts, strict=True):
+            self.scales_bits |= p.planes.scales_bits(np.unique(x.plane).tolist())
 
-    def bits(self, side_by_side: I64) -> I64:
-        """Of each entry addresses and strides, or'ed."""
+    def bits(self, side_by_side: npt.NDArray[np.bool_]) -> I64:
+        """Of each entry addresses and strides, or'ed; where units are side by side, not that of a unit."""
         bits: I64 = self.base | self.page_stride | self.first_unit * self.unit_stride
         bits |= np.where(self.rows_per_page > 1, self.row_stride, 0) | np.where(side_by_side, 0, self.unit_stride)
         return bits
+
+    def cell_bits(self, units: I64) -> int:
+        """The same of cells one by one, in all entries."""
+        return int(np.bitwise_or.reduce(self.bits(units == 1)))
 
 
 class CopyPattern:
@@ -77,12 +86,19 @@ class CopyPattern:
         ends: source and target of each move.
         moves: of the call, none of them empty.
         tile_bytes: what one program copies at once, a power of two.
+        numbers: of cells that are converted.
 
     Raises:
         UnsupportedError: more than the kernel can count.
     """
 
-    def __init__(self, ends: Sequence[tuple[PoolWords, PoolWords]], moves: Sequence[PageMove], tile_bytes: int) -> None:
+    def __init__(
+        self,
+        ends: Sequence[tuple[PoolWords, PoolWords]],
+        moves: Sequence[PageMove],
+        tile_bytes: int,
+        numbers: CellBytes | None = None,
+    ) -> None:
         source = _Sides([a for a, _ in ends], [m.copy.source for m in moves])
         target = _Sides([b for _, b in ends], [m.copy.target for m in moves])
         units = np.concatenate([m.copy.source.units for m in moves]).astype(np.int64)
@@ -92,12 +108,11 @@ class CopyPattern:
         """The entries, as if every move's first row and page ids lay at 0."""
         self.spans = [_span(m.copy.source) for m in moves]
         """Per move the lowest and the highest row, counted from its first entry's first."""
-        side_by_side = (source.unit_stride == source.unit_bytes) & (target.unit_stride == source.unit_bytes)
-        run_bytes = np.where(side_by_side, units, 1) * source.unit_bytes
-        bits = source.bits(side_by_side) | target.bits(side_by_side) | run_bytes
-        self.shape = _cut(
-            int(np.bitwise_or.reduce(bits)) | 16, run_bytes, rows * (units * source.unit_bytes // run_bytes), tile_bytes
-        )
+        if numbers is None:
+            self.shape = _runs(source, target, units, rows, tile_bytes)
+        else:
+            aligned = numbers.aligned(source.cell_bits(units), target.cell_bits(units), source.scales_bits)
+            self.shape = _counted(numbers.shape(aligned, rows * units, tile_bytes), rows * units)
 
 
 def _span(layout: StagedLayout) -> tuple[int, int]:
@@ -105,35 +120,43 @@ def _span(layout: StagedLayout) -> tuple[int, int]:
     return int((layout.row_start - first).min()), int((layout.row_stop - first).max())
 
 
-def _cut(bits: int, run_bytes: I64, pieces: I64, tile_bytes: int) -> Shape:
+def _runs(source: _Sides, target: _Sides, units: I64, rows: I64, tile_bytes: int) -> Shape:
     """The widest access that the addresses allow, and tiles as wide as the longest run."""
+    side_by_side = (source.unit_stride == source.unit_bytes) & (target.unit_stride == source.unit_bytes)
+    run_bytes = np.where(side_by_side, units, 1) * source.unit_bytes
+    pieces = rows * (units * source.unit_bytes // run_bytes)
+    bits = int(np.bitwise_or.reduce(source.bits(side_by_side) | target.bits(side_by_side) | run_bytes)) | 16
     aligned, elements = bits & -bits, tile_bytes // 8
     size = min(aligned, 8)
     columns = columns_of(int(run_bytes.max()) // size, elements)
     height = elements // columns
     tiles = int((-(-pieces // height) * -(-run_bytes // (size * columns))).max())
-    if max(int(pieces.max()), len(pieces) * tiles) > MOST // 2:
+    return _counted(Shape(aligned, height, columns, tiles), pieces)
+
+
+def _counted(shape: Shape, pieces: I64) -> Shape:
+    if max(int(pieces.max()), len(pieces) * shape.tiles) > MOST // 2:
         raise UnsupportedError(
             f"one copy of {len(pieces)} entries, the largest of {int(pieces.max())} pieces: too many"
         )
-    return Shape(aligned, height, columns, tiles)
+    return shape
 
 
 class CopyPatterns:
     """Patterns of calls; segments of one size share theirs. One thread at a time.
 
     Args:
-        tile_bytes: see :class:`CopyPattern`.
+        tile_bytes: see :class:`CopyPattern`; numbers: too.
     """
 
-    def __init__(self, tile_bytes: int) -> None:
-        self._tile_bytes = tile_bytes
+    def __init__(self, tile_bytes: int, numbers: CellBytes | None = None) -> None:
+        self._cut = tile_bytes, numbers
         self._known: dict[tuple[Hashable, ...], CopyPattern] = {}
 
     def of(self, ends: Sequence[tuple[PoolWords, PoolWords]], moves: Sequence[PageMove]) -> CopyPattern:
         """The pattern of these moves, none of them empty; ends of one pool are one object."""
         key = tuple([(*pair, _what(m.copy.source), _what(m.copy.target)) for pair, m in zip(ends, moves, strict=True)])
-        return known_or_made(self._known, key, lambda: CopyPattern(ends, moves, self._tile_bytes))
+        return known_or_made(self._known, key, lambda: CopyPattern(ends, moves, *self._cut))
 
 
 def _what(layout: StagedLayout) -> Hashable:

@@ -13,16 +13,15 @@ import torch
 
 from ..errors import RegistrationError
 from ..geometry import PageTable
-from ..ids import GroupId
 from ..memory import Event, PagedMemory
 from ..planning import PageCopy, StagedLayout
 from .base import PageMove, Pages
 from .cuda_queue import Mark
-from .triton_copies import CopyCall, CopyPattern, CopyPatterns, PoolWords
+from .triton_copies import CopyCall, CopyPatterns, PoolWords
 from .triton_kernels import Tuning
+from .triton_kinds import Kind, numbers_of
 from .triton_launch import Host, LaunchContext, PreparedLaunch, Written
 from .triton_slots import ArgumentSlot
-from .triton_tables import Planes
 
 INTERPRETED_PROGRAMS = 7
 """Most programs where Triton interprets: there are no multiprocessors, and programs run one after another."""
@@ -34,12 +33,13 @@ class CopyLauncher(Host):
     Args:
         programs: most programs of a launch; None: as the tuning says.
         tuning: how the work is cut; None: as :data:`.triton_kernels.TUNED` says.
+        kind: of the conversion, if it converts.
     """
 
-    def __init__(self, programs: int | None = None, tuning: Tuning | None = None) -> None:
-        super().__init__("copy", tuning)
+    def __init__(self, programs: int | None = None, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
+        super().__init__("copy" if kind is None else "copy_converted", tuning, kind)
         self._programs = programs
-        self._patterns = CopyPatterns(self._tuning.tile_bytes)
+        self._patterns = CopyPatterns(self._tuning.tile_bytes, numbers_of(kind))
         self._words: WeakKeyDictionary[PagedMemory, PoolWords] = WeakKeyDictionary()
         self._finding = threading.Lock()
 
@@ -146,22 +146,19 @@ class CopyLauncher(Host):
         each = self._tuning.programs
         return each * context.multiprocessors if each else 1 << 30
 
-    def warm(self, source: PagedMemory, target: PagedMemory) -> None:
-        """Compile for every number of units that goes from one pool to the other, and upload the tables of both.
-
-        Reads and writes nothing of the pools.
-        """
-        device = source.buffers[0].device
+    def warm(self, move: PageMove) -> None:
+        """Compile for such a move, and upload the tables of its pools, of which nothing is read or written."""
+        device = move.source.pool.buffers[0].device
         if device == "cpu":
             return
         context = self._context(device)
         with torch.cuda.device(device):
             stream = context.stream()
+            patterns = CopyPatterns(self._tuning.tile_bytes, numbers_of(self._kind))
             with self._finding:
-                ends = tuple(self._pool_words(context, pool, stream) for pool in (source, target))
-            for pattern in patterns(source, target, ends[0], ends[1], self._tuning.tile_bytes):
-                nothing = torch.empty(1, dtype=torch.int64, device=device)
-                self._compile(context, pattern.shape, nothing, 1, 1)
+                call = CopyCall([move], lambda pool: self._pool_words(context, pool, stream), patterns)
+            nothing = torch.empty(1, dtype=torch.int64, device=device)
+            self._compile(context, call.shape, nothing, 1, 1)
             stream.synchronize()
 
 
@@ -180,22 +177,16 @@ class PreparedCopyLaunch:
         self._prepared.drop()
 
 
-def patterns(
-    source: PagedMemory, target: PagedMemory, ours: PoolWords, theirs: PoolWords, tile_bytes: int
-) -> Iterator[CopyPattern]:
-    """How copies of one to all units of the planes that two pools share are cut; ``ours`` and ``theirs`` are the pools.
-
-    ``tile_bytes`` is what one program copies at once, a power of two.
-    """
+def warm_moves(source: PagedMemory, target: PagedMemory) -> Iterator[PageMove]:
+    """One row of one to all units of the planes that two pools share: calls are cut like one of these."""
     there = {(p.layer, p.component): i for i, p in enumerate(target.site.planes)}
     pairs = [(i, there[key]) for i, p in enumerate(source.site.planes) if (key := (p.layer, p.component)) in there]
     counts = [min(_units(source, a), _units(target, b)) for a, b in pairs]
+    pages = [Pages(pool, {g.id: PageTable(g.id, [0]) for g in pool.site.groups}) for pool in (source, target)]
     for units in range(1, max(counts, default=0) + 1):
         chosen = [pair for pair, count in zip(pairs, counts, strict=True) if count >= units]
         sides = [_row([pair[side] for pair in chosen], units) for side in (0, 1)]
-        pages = [Pages(pool, _tables(words.planes)) for pool, words in ((source, ours), (target, theirs))]
-        move = PageMove(PageCopy(sides[0], sides[1]), pages[0], pages[1])
-        yield CopyPattern([(ours, theirs)], [move], tile_bytes)
+        yield PageMove(PageCopy(sides[0], sides[1]), pages[0], pages[1])
 
 
 def _units(pool: PagedMemory, number: int) -> int:
@@ -207,7 +198,3 @@ def _row(planes: Sequence[int], units: int) -> StagedLayout:
     """One row of the first units of planes; offsets in staging mean nothing."""
     number, none = np.array(planes, np.int32), np.zeros(len(planes), np.int64)
     return StagedLayout(number, 0 * number, 0 * number + units, none, none + 1, none, 1)
-
-
-def _tables(planes: Planes) -> dict[GroupId, PageTable]:
-    return {group: PageTable(group, [0]) for group in planes.groups}

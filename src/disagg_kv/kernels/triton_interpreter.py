@@ -13,7 +13,7 @@ from .base import Move, PageMove
 from .checksum.mixing import U64
 from .triton_copies import CopyCall, CopyPatterns, PoolWords
 from .triton_kernels import ELEMENTS, Launchable, Tuning
-from .triton_kinds import Kind, filled
+from .triton_kinds import Kind, filled, numbers_of
 from .triton_tables import Call, Planes, Shape
 
 
@@ -51,8 +51,7 @@ class Interpreter:
         if not call.entries:
             return np.zeros(0, np.uint64)
         words = np.zeros(call.words + call.entries, np.int64)
-        numbers = None if self._kind is None else self._kind.numbers
-        shape = call.write_sums(words, words.ctypes.data, first, self._tuning.tile_bytes, numbers)
+        shape = call.write_sums(words, words.ctypes.data, first, self._tuning.tile_bytes, numbers_of(self._kind))
         self._run(planes, words, call.entries * shape.tiles, shape)
         return words[call.words :].view(np.uint64)
 
@@ -66,7 +65,7 @@ class Interpreter:
                 pools[id(pool)] = PoolWords(planes, planes.words.ctypes.data)
             return pools[id(pool)]
 
-        call = CopyCall(moves, words_of, CopyPatterns(self._tuning.tile_bytes))
+        call = CopyCall(moves, words_of, CopyPatterns(self._tuning.tile_bytes, numbers_of(self._kind)))
         if after is not None:
             after.synchronize()
         if call.entries:
@@ -80,7 +79,7 @@ class Interpreter:
 
     def _launch(self, tables: Sequence[I64], counts: Sequence[int], programs: int, shape: Shape) -> None:
         if programs:
-            constants = ELEMENTS[shape.element_bytes], shape.aligned, shape.pieces, shape.columns
+            constants = ELEMENTS[shape.element_bytes], *shape.constants
             more = () if self._kind is None else self._kind.constants
             # NumPy warns of what a conversion rounds to infinity, or of NaN.
             with np.errstate(over="ignore", invalid="ignore"):

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from ..errors import MissingDependencyError
 from .checksum.triton import checksum
-from .convert.triton import checksum_converted, gather_converted
+from .convert.triton import checksum_converted, copy_converted, gather_converted
 from .copy.triton import copy
 from .gather.triton import gather
 from .scatter.triton import scatter
@@ -47,6 +47,7 @@ TUNED = {
     "copy": Tuning(tile_bytes=32768, warps=16, programs=1),
     "checksum": Tuning(tile_bytes=8192),
     "gather_converted": Tuning(tile_bytes=8192, warps=4),
+    "copy_converted": Tuning(tile_bytes=32768, warps=16, programs=1),
     "checksum_converted": Tuning(tile_bytes=8192, warps=4),
 }
 """Writing short runs far apart costs more than reading them so; more rows share what a checksum's keys cost. A copy
@@ -120,5 +121,6 @@ OPS: dict[str, Launchable] = {
     "copy": copy,
     "checksum": checksum,
     "gather_converted": gather_converted,
+    "copy_converted": copy_converted,
     "checksum_converted": checksum_converted,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -13,9 +13,9 @@ from ..geometry import I64, PlaneConversion
 from ..geometry.formats import FLOATS
 from ..geometry.layout import Rule
 from ..memory import PagedMemory
-from ..planning import StagedLayout
-from .base import Move
-from .triton_tables import Call, CellBytes, Shape
+from ..planning import PageCopy, StagedLayout
+from .base import Move, PageMove, converts
+from .triton_tables import Call, CellBytes, Planes, Shape, warm_moves
 
 
 @frozen(cache_hash=True)
@@ -46,7 +46,12 @@ class Kind:
     def numbers(self) -> CellBytes:
         """What a call's shape depends on."""
         written = 4 if self.rule == "scales" else FLOATS[self.target].nbytes
-        return CellBytes(self.elements, FLOATS[self.source].nbytes, written)
+        return CellBytes(self.elements, FLOATS[self.source].nbytes, written, self.rule == "scales")
+
+
+def numbers_of(kind: Kind | None) -> CellBytes | None:
+    """What calls of a kind depend on; None where bytes are copied as they are."""
+    return None if kind is None else kind.numbers
 
 
 def filled(call: Call, into: I64, at: int, staging: int, tile_bytes: int, kind: Kind | None) -> Shape:
@@ -60,11 +65,13 @@ class Kinds:
     """The kinds of a pool's planes; None: bytes are copied as they are."""
 
     def __init__(self, pool: PagedMemory) -> None:
+        site = pool.site
         found: dict[Kind | None, int] = {}
-        self._of = np.array(
-            [found.setdefault(kind, len(found)) for kind in map(_kind, pool.site.conversions)], np.int64
-        )
+        each = [
+            found.setdefault(kind, len(found)) for kind in map(_kind, site.conversions or (None,) * len(site.planes))
+        ]
         self.every = tuple(found)
+        self._of = np.array(each, np.int64)
 
     def split(self, moves: Sequence[Move]) -> list[tuple[Kind | None, list[Move], list[npt.NDArray[np.bool_]]]]:
         """The moves of each kind, and which entries of the given ones they have."""
@@ -72,7 +79,7 @@ class Kinds:
         for number, kind in enumerate(self.every):
             masks = [self._of[move.layout.plane] == number for move in moves]
             if any(mask.any() for mask in masks):
-                of = [_only(move, mask, number) for move, mask in zip(moves, masks, strict=True)]
+                of = [evolve(m, layout=_only(m.layout, mask, kind)) for m, mask in zip(moves, masks, strict=True)]
                 parts.append((kind, of, masks))
         return parts
 
@@ -88,8 +95,23 @@ def kinds_of(pool: PagedMemory) -> Kinds:
     return found
 
 
-def _only(move: Move, mask: npt.NDArray[np.bool_], number: int) -> Move:
-    layout = move.layout
+def split_copies(moves: Sequence[PageMove]) -> list[tuple[Kind | None, list[PageMove]]]:
+    """The moves of each kind, from any pools."""
+    found: dict[Kind | None, list[PageMove]] = {}
+    for move in moves:
+        pool = move.source.pool
+        if not converts(pool):
+            found.setdefault(None, []).append(move)
+            continue
+        source, target = move.copy.source, move.copy.target
+        for kind, (some,), (mask,) in kinds_of(pool).split([Move(source, move.source.tables, 0)]):
+            copy = PageCopy(some.layout, _only(target, mask, kind))
+            found.setdefault(kind, []).append(evolve(move, copy=copy))
+    return list(found.items())
+
+
+def _only(layout: StagedLayout, mask: npt.NDArray[np.bool_], kind: Kind | None) -> StagedLayout:
+    """The entries of one kind."""
     some = StagedLayout(
         layout.plane[mask],
         layout.first_unit[mask],
@@ -99,9 +121,23 @@ def _only(move: Move, mask: npt.NDArray[np.bool_], number: int) -> Move:
         layout.offset[mask],
         layout.nbytes,
     )
-    if layout.alike is not None:
-        some.one_of((layout.alike, number))
-    return evolve(move, layout=some)
+    return some if layout.alike is None else some.one_of((layout.alike, kind))
+
+
+def shapes(planes: Planes, pool: PagedMemory, tile_bytes: int, kind: Kind | None = None) -> Iterator[Shape]:
+    """How requests for one to all units of a pool's planes of one kind are cut, as their rows allow.
+
+    Args:
+        planes: of the pool.
+        pool: it.
+        tile_bytes: what one program moves, a power of two.
+        kind: of the planes.
+    """
+    for move in warm_moves(pool):
+        for found, some, _ in kinds_of(pool).split([move]):
+            if found == kind:
+                call = Call(planes, some)
+                yield filled(call, np.zeros(call.words, np.int64), 0, 0, tile_bytes, kind)
 
 
 def _kind(how: PlaneConversion | None) -> Kind | None:

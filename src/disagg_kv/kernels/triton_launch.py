@@ -16,10 +16,10 @@ from .base import Move
 from .cuda_queue import CudaQueue, Mark
 from .triton_interpreter import Interpreter
 from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Compiled, Tuning, check_launcher
-from .triton_kinds import Kind, filled
+from .triton_kinds import Kind, filled, shapes
 from .triton_pool_tables import PoolTables
 from .triton_slots import ArgumentSlot, ArgumentSlots
-from .triton_tables import ENTRY, Call, Shape, shapes
+from .triton_tables import ENTRY, Call, Shape
 
 STREAMS = 4
 """Number of streams. Launches use them in turn: one that waits for its event delays only those behind it."""
@@ -162,7 +162,7 @@ class Host:
     def _enqueued(self, call: Written, after: Event | None) -> Mark:
         context, programs, shape = call.context, call.programs, call.shape
         queue, on = context.queue, call.stream.cuda_stream
-        constants = shape.aligned, shape.pieces, shape.columns
+        constants = shape.constants
         compiled = context.compiled.get(constants)
         args = *call.counts, ELEMENTS[shape.element_bytes], *constants, *self._more
         with queue:
@@ -195,7 +195,7 @@ class Host:
 
     def _compile(self, context: LaunchContext, shape: Shape, *args: torch.Tensor | int) -> None:
         """Compile for a shape, unless that is done; inside ``with torch.cuda.device``."""
-        constants = shape.aligned, shape.pieces, shape.columns
+        constants = shape.constants
         if constants in context.compiled:
             return
         with COMPILING:
@@ -240,7 +240,7 @@ class Launcher(Host):
         context = self._context(device)
         with torch.cuda.device(device):
             planes, _ = context.tables.of(pool, context.stream())
-            for shape in shapes(planes, pool, self._tuning.tile_bytes):
+            for shape in shapes(planes, pool, self._tuning.tile_bytes, self._kind):
                 nothing = torch.empty(1, dtype=torch.int64, device=device)
                 self._compile(context, shape, nothing, nothing, 1)
 

@@ -13,7 +13,7 @@ from ..memory import Event, MemoryPool
 from .base import Checksums, Move
 from .checksum.mixing import U64, places
 from .triton_kernels import Tuning
-from .triton_kinds import Kind
+from .triton_kinds import Kind, numbers_of
 from .triton_launch import Host, written
 from .triton_tables import Call
 
@@ -51,8 +51,7 @@ class ChecksumLauncher(Host):
         sums = slice(call.words, call.words + call.entries)
         slot = context.slots.take(sums.stop)
         try:
-            numbers = None if self._kind is None else self._kind.numbers
-            shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes, numbers)
+            shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes, numbers_of(self._kind))
         except Exception:
             context.slots.give(slot, slot.event)
             raise

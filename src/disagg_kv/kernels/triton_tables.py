@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -20,8 +19,8 @@ from .base import Move
 PLANE = 8
 """Words of a plane: base, page stride, row stride, unit stride, rows per page, unit bytes; then those of conversions.
 
-Word 6: by given factors, the word of this table at which they begin, as bits of float32; by scales that are read, the
-number of their plane. Word 7: 1 if each unit has a factor of its own, 0 if all have the same.
+Word 6, counted in words from the plane's first: by given factors, where they begin, as bits of float32; by scales that
+are read, where their plane's words are. Word 7: 1 if each unit has a factor of its own, 0 if all have the same.
 """
 
 ENTRY = 8
@@ -30,6 +29,9 @@ address in staging, unused; or address of the sum, place of the first cell.
 
 The first row is counted from the first of those page ids.
 """
+
+WIDEST = 64
+"""The largest alignment in bytes that a kernel tells apart: 16 numbers of four bytes."""
 
 MOST = 2**31 - 1
 """The kernels count pieces and programs in 32 bits; addresses have 64."""
@@ -58,6 +60,11 @@ class Shape:
     tiles: int
 
     @property
+    def constants(self) -> tuple[int, int, int]:
+        """What a kernel is compiled for."""
+        return self.aligned, self.pieces, self.columns
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one element: two make the widest access, which is how Triton comes to 16 bytes."""
         return min(self.aligned, 8)
@@ -65,11 +72,35 @@ class Shape:
 
 @frozen
 class CellBytes:
-    """Numbers of a cell that is converted, and bytes of one of them in memory and afterwards."""
+    """Numbers of a cell that is converted, and bytes of one of them in memory and afterwards.
+
+    ``scale``: only the cell's scale is written, a float32.
+    """
 
     elements: int
     source: int
     target: int
+    scale: bool = False
+
+    def aligned(self, source: int, target: int, scales: int) -> int:
+        """Twice the elements whose access both sides allow, at most 16; 1: not even of one.
+
+        Args:
+            source: addresses and strides of the cells in memory, or'ed.
+            target: of those that are written.
+            scales: of the scales that are read, or 0.
+        """
+        found = min(self.elements & -self.elements, 16)
+        for size, bits in ((self.source, source), (self.target, 0 if self.scale else target)):
+            found = min(found, (bits & -bits) // size if bits else found)
+        # Of scales one at a time is read or written.
+        return 1 if (scales | (target if self.scale else 0)) % 4 else 2 * found or 1
+
+    def shape(self, aligned: int, cells: I64, tile_bytes: int) -> Shape:
+        """Tiles of whole cells; ``cells``: how many each entry has, ``[entries]``."""
+        columns = 1 << (self.elements - 1).bit_length()
+        height = max(1, tile_bytes // (columns * self.source))
+        return Shape(aligned, height, columns, int((-(-cells // height)).max()))
 
 
 class Entries:
@@ -99,8 +130,7 @@ class Entries:
         several = np.where(units > 1, unit_stride, 0)
         self.cell_bits = int(np.bitwise_or.reduce(base | page_stride | row_stride | several | first_unit * unit_stride))
         """Of the cells' addresses, whatever a cell's bytes."""
-        read = np.unique(plane).tolist() if planes.conversions else []
-        self.scales_bits = functools.reduce(int.__or__, map(planes.scales_bits, read), 0)
+        self.scales_bits = planes.scales_bits(np.unique(plane).tolist())
         self.words = np.zeros((len(plane), ENTRY), np.int64)
         self.words[:, 0], self.words[:, 1], self.words[:, 2] = plane, first_unit, units
         self.of = move * len(planes.groups) + planes.group[plane]
@@ -151,16 +181,9 @@ class Pattern:
 
     def shape_of_cells(self, numbers: CellBytes, bits: int, tile_bytes: int) -> Shape:
         """Tiles of whole cells, which are converted; ``bits``: of addresses in staging, or'ed, or 0."""
-        aligned = min(numbers.elements & -numbers.elements, 16)
-        for size, of in ((numbers.source, self.entries.cell_bits), (numbers.target, bits | self._offsets)):
-            aligned = min(aligned, (of & -of) // size if of else aligned)
-        if self.entries.scales_bits % 4:
-            aligned = 0
-        columns = 1 << (numbers.elements - 1).bit_length()
-        height = max(1, tile_bytes // (columns * numbers.source))
         cells = self.words[:, 4] * self.words[:, 2]
-        shape = Shape(2 * aligned or 1, height, columns, int((-(-cells // height)).max()))
-        return self._counted(shape, int(cells.max()))
+        aligned = numbers.aligned(self.entries.cell_bits, bits | self._offsets, self.entries.scales_bits)
+        return self._counted(numbers.shape(aligned, cells, tile_bytes), int(cells.max()))
 
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
         size, elements = min(aligned, 8), tile_bytes // 8
@@ -193,13 +216,13 @@ class Planes:
         self.conversions = site.conversions
         rows = [self._words(pool, p, stored_bytes(site, i)) for i, p in enumerate(site.planes)]
         factors: list[int] = []
-        for row, how in zip(tuple(rows), site.conversions, strict=False):
+        for i, how in enumerate(site.conversions):
             if how is not None and how.scales is not None:
-                row[6] = len(rows)
+                rows[i][6] = (len(rows) - i) * PLANE
                 rows.append(self._words(pool, how.scales, 4))
-        for row, how in zip(tuple(rows), site.conversions, strict=False):
+        for i, how in enumerate(site.conversions):
             if how is not None and how.rule == "given":
-                row[6:] = len(rows) * PLANE + len(factors), int(len(how.factors) > 1)
+                rows[i][6:] = (len(rows) - i) * PLANE + len(factors), int(len(how.factors) > 1)
                 factors += np.array(how.factors or (1.0,), np.float32).view(np.int32).tolist()
         behind = np.zeros(-(-len(factors) // PLANE) * PLANE, np.int64)
         behind[: len(factors)] = factors
@@ -213,11 +236,15 @@ class Planes:
         base, rows = pool.buffers[plane.buffer].addr + plane.offset, self.groups[plane.group][1]
         return [base, plane.page_stride, plane.row_stride, plane.unit_stride, rows, unit_bytes, 0, 0]
 
-    def scales_bits(self, number: int) -> int:
-        """Address and strides of the scales that a plane's conversion reads, or'ed; 0: it reads none."""
-        how = self.conversions[number]
-        scales = None if how is None or how.scales is None else self.words[self.words[number, 6]]
-        return 0 if scales is None else int(np.bitwise_or.reduce(scales[:4]))
+    def scales_bits(self, numbers: Iterable[int]) -> int:
+        """Addresses and strides of the scales that planes' conversions read, or'ed; 0: they read none."""
+        bits = 0
+        for number in numbers if self.conversions else ():
+            how = self.conversions[number]
+            if how is not None and how.scales is not None:
+                scales = self.words[number + self.words[number, 6] // PLANE]
+                bits |= int(np.bitwise_or.reduce(scales[:4]))
+        return bits
 
     def pattern(self, layouts: Sequence[StagedLayout]) -> Pattern:
         """The pattern of these layouts, none of them empty; segments of one size share it."""
@@ -394,33 +421,23 @@ def columns_of(length: int, elements: int) -> int:
     return columns
 
 
-def shapes(planes: Planes, pool: PagedMemory, tile_bytes: int) -> Iterator[Shape]:
-    """How requests for one to all units of a pool's planes are cut, at the alignments that their rows allow.
+def warm_moves(pool: PagedMemory) -> Iterator[Move]:
+    """Requests for one to all units of a pool's planes: calls are cut like one of these.
 
-    Args:
-        planes: of the pool.
-        pool: it.
-        tile_bytes: what one program moves, a power of two.
+    Where numbers are converted, every alignment in staging that sums of cells may have is among them; elsewhere those
+    that follow from whole and single rows.
     """
     site = pool.site
     counts = [sum(map(len, site.shard.units(p.layer, p.component))) for p in site.planes]
+    cells = np.array([site.spec.component(p.layer, p.component).unit_bytes for p in site.planes], np.int64)
+    least = int(np.bitwise_or.reduce(cells)) | WIDEST
+    least &= -least
     for units in range(1, max(counts, default=0) + 1):
         chosen = np.array([i for i, count in enumerate(counts) if count >= units], np.int32)
-        for rows in (1, 16):
-            size = [
-                units * site.spec.component(site.planes[i].layer, site.planes[i].component).unit_bytes for i in chosen
-            ]
-            ends = np.cumsum([0, *size]) * rows
-            each = np.zeros(len(chosen), np.int64)
-            layout = StagedLayout(
-                chosen,
-                each.astype(np.int32),
-                each.astype(np.int32) + units,
-                each,
-                each + rows,
-                ends[:-1],
-                int(ends[-1]),
-            )
-            tables = {group: PageTable(group, [0] * rows) for group in planes.groups}
-            call = Call(planes, [Move(layout, tables, 0)])
-            yield call.write(np.zeros(call.words, np.int64), 0, 0, tile_bytes)
+        first, none = np.zeros(len(chosen), np.int32), np.zeros(len(chosen), np.int64)
+        cases = [(rows, np.cumsum([0, *(units * rows * cells[chosen])])[:-1]) for rows in (1, 16)]
+        if site.conversions:
+            cases = [(1, none + place) for place in (least << i for i in range(WIDEST.bit_length())) if place <= WIDEST]
+        for rows, places in cases:
+            layout = StagedLayout(chosen, first, first + units, none, none + rows, places, 1)
+            yield Move(layout, {group.id: PageTable(group.id, [0] * rows) for group in site.groups}, 0)

@@ -14,7 +14,7 @@ import pytest
 
 from disagg_kv.channels import InprocChannel
 from disagg_kv.endpoints.runtime.background import HelperThreads, Inline
-from disagg_kv.endpoints.runtime.connections import EARLY_BYTES, MAP_S, OVERDUE_S, Connections, ConnectResult
+from disagg_kv.endpoints.runtime.connections import EARLY_BYTES, OVERDUE_S, READY_S, Connections, ConnectResult
 from disagg_kv.endpoints.runtime.directory import UNANSWERED, Directory
 from disagg_kv.endpoints.runtime.mapping import Mapping
 from disagg_kv.errors import CapacityError, PeerLostError, TransportError
@@ -554,7 +554,7 @@ def test_mapping_has_a_time_of_its_own(overdue: bool) -> None:
 
     def compiling(peer: Peer, hello: Hello) -> Mapping:
         for _ in range(3):
-            clock.advance(MAP_S if overdue else OVERDUE_S)
+            clock.advance(READY_S if overdue else OVERDUE_S)
             during.extend(links.results())
         return Mapping(refused="")
 
@@ -565,7 +565,7 @@ def test_mapping_has_a_time_of_its_own(overdue: bool) -> None:
     later.jobs.pop()()
     if overdue:
         (failed,) = during
-        assert f"its pool has not been mapped for {MAP_S:g} s" in str(failed.link)
+        assert f"kernels and a mapping for it were not ready in {READY_S:g} s" in str(failed.link)
     else:
         assert not during
         assert [one.link for one in links.results()] == [links.of(up.epoch)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import inf, nan
 
 import pytest
+import torch
 from attrs import evolve
 from msgspec.structs import replace
 
@@ -13,7 +15,8 @@ from disagg_kv.channels import Channel
 from disagg_kv.errors import IncompatiblePeerError
 from disagg_kv.geometry import CacheSpec, Component, item_bytes
 from disagg_kv.ids import LayerId, RoomId
-from disagg_kv.kernels import CpuKernels
+from disagg_kv.kernels import KERNELS, CpuKernels, Move, PageMove
+from disagg_kv.memory import Buffer, ConvertedPool, Event, MemoryPool, PagedMemory
 from disagg_kv.protocol import Codec, Phase
 from disagg_kv.protocol.frames import Hello
 from tests.support.rig import Memory, Rig, tp_shards
@@ -216,6 +219,76 @@ def refused(spec: CacheSpec, decoded: CacheSpec, kernels: CountingKernels | CpuK
 )
 def test_what_is_not_converted_is_refused_by_name(spec: CacheSpec, decoded: CacheSpec, field: str) -> None:
     assert refused(spec, decoded) == field
+
+
+class Compiled(CpuKernels):
+    """Kernels that have to be compiled, and say when they were."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.said: list[tuple[str, PagedMemory]] = []
+
+    def warm(self, pool: MemoryPool) -> None:
+        if self.error and isinstance(pool, ConvertedPool):
+            raise OSError(self.error)
+        self.said.append(("warm", pool))
+
+    def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
+        self.said.append(("warm_copy", source))
+
+    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
+        self.said.append(("gather", pool))
+        super().gather(pool, moves, staging, after)
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> None:
+        self.said.append(("copy", moves[0].source.pool))
+        super().copy(moves, after)
+
+
+@pytest.mark.parametrize("path", ["staged", "mapped"])
+def test_conversions_are_compiled_when_a_peer_is_connected(path: str) -> None:
+    """No request waits for that; what is compiled for is what the requests of all peers with this cache read."""
+    rig, kernels = Rig(kv("bfloat16"), decoded=kv(E4M3, "computed")), Compiled()
+    prefills = rig.prefill(tp_shards(rig.spec, 1), strategy=path, kernels=kernels)
+    decodes = rig.decode(tp_shards(rig.decode_spec, 2), strategy=path)
+    rig.request("room", prefills, decodes, 9).start(9).landed()
+    what, pools = [one for one, _ in kernels.said], [pool for _, pool in kernels.said]
+    used, warmed = ("gather", "warm") if path == "staged" else ("copy", "warm_copy")
+    assert what[:3] == ["warm", warmed, warmed]
+    assert set(what[3:]) == {used}
+    assert pools[0] is prefills[0].pool
+    assert isinstance(pools[1], ConvertedPool)
+    assert all(pool is pools[1] for pool in pools[1:])
+
+
+def test_nothing_more_is_compiled_for_a_peer_with_the_same_cache() -> None:
+    rig, kernels = Rig(kv("bfloat16")), Compiled()
+    prefills = rig.prefill(tp_shards(rig.spec, 1), strategy="staged", kernels=kernels)
+    rig.request("room", prefills, rig.decode(tp_shards(rig.spec, 1), strategy="staged"), 9).start(9).landed()
+    assert [what for what, _ in kernels.said].count("warm") == 1
+
+
+def test_a_peer_for_which_the_kernels_cannot_be_compiled_is_refused_with_the_reason() -> None:
+    """At once, and on both sides; no byte changes."""
+    rig = Rig(kv("bfloat16"), decoded=kv(E4M3))
+    prefills = rig.prefill(tp_shards(rig.spec, 1), strategy="staged", kernels=Compiled("no compiler"))
+    request = rig.request("room", prefills, rig.decode(tp_shards(rig.decode_spec, 1), strategy="staged"), 9)
+    request.open_decode().expect(None).open_prefill()
+    rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the failure")
+    assert "no compiler" in str(request.receives[0].error)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs natively here: see tests/gpu")
+@pytest.mark.parametrize("path", ["staged", "mapped"])
+def test_kernels_of_gpus_convert_on_every_path(path: str) -> None:
+    """Interpreted, from the first frame to the last sum."""
+    spec, decoded = (CacheSpec({LayerId(0): of.layers[LayerId(0)]}) for of in (kv("bfloat16"), kv(E4M3, "computed")))
+    rig = Rig(spec, decoded=decoded)
+    prefills = rig.prefill(tp_shards(spec, 1), strategy=path, verify="full", kernels=KERNELS["triton"])
+    decodes = rig.decode(tp_shards(decoded, 2), memory=ODD, strategy=path)
+    request = rig.request("room", prefills, decodes, 5).start(5).landed()
+    assert request.sends[0].report.path == path
+    rig.quiet()
 
 
 def test_kernels_that_do_not_convert_are_refused_by_name() -> None:

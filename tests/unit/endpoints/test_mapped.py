@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from disagg_kv.endpoints.runtime.staging_memory import warm_copies
+from disagg_kv.endpoints.prefill.read_pools import ReadPools
 from disagg_kv.errors import ConfigurationError, RegistrationError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
@@ -368,7 +368,7 @@ def test_one_thread_compiles_copies_at_a_time() -> None:
     kernels, pool = Crowded(), PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=1, page_size=4)
     mapped = MappedPool(pool.site, pool.buffers)
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(warm_copies, kernels, pool, mapped) for _ in range(2)]:
+        for done in [threads.submit(ReadPools(pool, kernels).warm, SPEC, mapped) for _ in range(2)]:
             done.result()
     assert len(kernels.warmed) == 2
 

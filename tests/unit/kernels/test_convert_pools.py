@@ -1,16 +1,40 @@
-"""Gather and sums of pools that are read as other caches: NumPy's and Triton's, interpreted, against the reference.
+"""Gather, copy and sums of pools that are read as other caches, against the reference: NumPy's, Triton's interpreted.
 
 The interpreter is slow, so it takes a selection here; ``tests/gpu`` takes everything.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
-from disagg_kv.kernels import KERNELS
-from disagg_kv.memory import Layout
-from tests.support.convert_grid import Case, cases, check, every_code
+from disagg_kv.errors import LocalProtocolError
+from disagg_kv.geometry import PageTable, elect, shard
+from disagg_kv.kernels import (
+    KERNELS,
+    Move,
+    PageMove,
+    Pages,
+    ReferenceKernels,
+    SupportsPreparing,
+    SupportsWarmUp,
+)
+from disagg_kv.kernels.triton_convert import beside, in_turn
+from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns, PoolWords
+from disagg_kv.kernels.triton_copy_launch import warm_moves
+from disagg_kv.kernels.triton_kinds import Kind, filled, kinds_of, shapes, split_copies
+from disagg_kv.kernels.triton_tables import Call, Planes
+from disagg_kv.memory import All, Buffer, ConvertedPool, Event, Layout, PagedPool, bytes_of, new_buffer
+from disagg_kv.planning import PairPlan, Segment
+from tests.support import copy_grid
+from tests.support.convert_grid import Case, cases, check, content, every_code, moves_of
+from tests.support.copy_grid import CopyGrid, check_copy
+from tests.support.kernel_grid import buffer_on
+from tests.support.pools import KV
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it runs natively here"))
 ODD = list(cases((5, 3)))
@@ -21,6 +45,32 @@ EVEN = list(cases((16, 8)))
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_numpy_gathers_and_sums_what_the_reference_does(case: Case, layout: Layout) -> None:
     check(KERNELS["cpu"], case, layout, "cpu", (1, 3))
+
+
+INTO: list[copy_grid.Kind] = [("HND", False, 3), ("NHD", True, 5)]
+SLICES = [(0, 2, 1), (1, 0, 2)]
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
+def test_numpy_copies_what_the_reference_does(case: Case) -> None:
+    """What needs no conversion is copied as it is."""
+    grid = CopyGrid.between(("NHD", False, 4), INTO, (case.source, case.target), SLICES)
+    check_copy(KERNELS["cpu"], grid, "cpu", (1, 3))
+
+
+@pytest.mark.parametrize("kernels", [TRITON])
+@pytest.mark.parametrize("case", [*EVEN[:9:4], EVEN[-1]], ids=lambda case: case.name)
+def test_triton_copies_what_the_reference_does(case: Case, kernels: str) -> None:
+    """Into two pools at once; wide accesses where both sides allow them."""
+    grid = CopyGrid.between(("NHD", False, 2), [("HND", False, 3), ("NHD", True, 1)], case.of_one_layer, [(1, 0, 2)])
+    check_copy(KERNELS[kernels], grid, "cpu")
+
+
+@pytest.mark.parametrize("kernels", [TRITON])
+@pytest.mark.parametrize(("case", "shifts"), [(ODD[8], (0, 0)), (ODD[-1], (1, 2))], ids=["computed", "read"])
+def test_triton_copies_cells_of_any_length_to_any_address(case: Case, kernels: str, shifts: tuple[int, int]) -> None:
+    grid = CopyGrid.between(("HND", False, 2), [("NHD", False, 1)], (case.source, case.target), [(0, 2, 1)])
+    check_copy(KERNELS[kernels], grid, "cpu", shifts)
 
 
 @pytest.mark.parametrize("kernels", [TRITON])
@@ -43,3 +93,113 @@ def test_triton_converts_cells_of_any_length_at_any_address(kernels: str, shifts
 )
 def test_triton_equals_the_reference_on_every_code(source: str, target: str, kernels: str) -> None:
     every_code(KERNELS[kernels], source, target, "cpu")
+
+
+@pytest.mark.parametrize("kernels", [TRITON])
+def test_a_gather_that_converts_may_be_prepared(kernels: str) -> None:
+    """It is launched once, wherever its parts lie then; what is dropped writes nothing. A copy is not: see base."""
+    triton = KERNELS[kernels]
+    assert isinstance(triton, SupportsPreparing)
+    case = ODD[4]
+    own = PagedPool.allocate(case.source, shard(case.source), pages=8, page_size=4, allocator=_content)
+    pool = ConvertedPool(own, case.target)
+    moves, nbytes = moves_of(pool)
+    wanted, found = (new_buffer(nbytes + 64, "cpu") for _ in range(2))
+    ReferenceKernels().gather(pool, [evolve(move, base=move.base + 32) for move in moves], wanted, None)
+    for launches in (False, True):
+        prepared = triton.prepare_gather(pool, moves, found)
+        assert prepared is not None
+        if launches:
+            assert prepared.launch(32, None) is None
+        else:
+            prepared.drop()
+            assert not bytes_of(found).any()
+        with pytest.raises(LocalProtocolError):
+            prepared.launch(0, None)
+        prepared.drop()
+    assert np.array_equal(bytes_of(found), bytes_of(wanted))
+    assert triton.prepare_gather(pool, [], found) is None
+
+
+def _content(nbytes: int) -> Buffer:
+    return buffer_on("cpu", content(nbytes, 1))
+
+
+class Timed:
+    """An event, and who waited for it."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def test_several_launches_are_one_and_where_one_raises_the_others_have_ended() -> None:
+    """Gathers run side by side; copies one after another, so that they take no more of the GPU than one."""
+    events, behind = [Timed(), Timed()], list[object]()
+
+    def launch(one: Timed | None, after: Event | None) -> Event | None:
+        behind.append(after)
+        return one
+
+    def fails(after: Event | None) -> Event | None:
+        raise OSError("a launch")
+
+    after = Timed()
+    launches = [partial(launch, one) for one in (events[0], None, events[1])]
+    both = beside(launches, after)
+    assert isinstance(both, All)
+    assert both.events == tuple(events)
+    assert in_turn(launches, after) is events[1]
+    assert behind == [after, after, after, after, events[0], events[0]]
+    assert beside([partial(launch, None)], None) is in_turn([], None) is None
+    for run in (beside, in_turn):
+        with pytest.raises(OSError, match="a launch"):
+            run([*launches, fails], after)
+    assert (events[0].waited, events[1].waited, after.waited) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("case", [EVEN[4], EVEN[-1], ODD[8]], ids=lambda case: case.name)
+def test_what_is_compiled_beforehand_is_what_conversions_take(case: Case) -> None:
+    """Whatever heads, rows and place in staging: the constants are among those of the warm-up."""
+    own, target = (PagedPool.allocate(one, shard(one), pages=1, page_size=16) for one in (case.source, case.target))
+    source = ConvertedPool(own, case.target)
+    planes = Planes(source)
+    words = {id(source): PoolWords(planes, 4096), id(target): PoolWords(Planes(target), 4096)}
+    plans = PairPlan(source.site, target.site, elect(case.target, [shard(case.target)], shard(case.target))[0])
+    tables = {KV: PageTable(KV, list(range(4)))}
+    kinds = [kind for kind in kinds_of(source).every if kind is not None]
+    assert kinds
+    for kind in kinds:
+        known = {one.constants for one in shapes(planes, source, 8192, kind)}
+        patterns = CopyPatterns(1 << 15, kind.numbers)
+
+        def cut(move: PageMove, kind: Kind = kind, patterns: CopyPatterns = patterns) -> object:
+            (some,) = dict(split_copies([move]))[kind]
+            return CopyCall([some], lambda pool: words[id(pool)], patterns).shape.constants
+
+        copied = {cut(move) for move in warm_moves(source, target)}
+        for start, stop in ((0, 1), (3, 5), (0, 16), (1, 40)):
+            copy = plans.page_copy(Segment(start, stop, 0, 2))
+            move = Move(copy.source, tables, 256)
+            (some,) = next(of for found, of, _ in kinds_of(source).split([move]) if found == kind)
+            call = Call(planes, [some])
+            shape = filled(call, np.zeros(call.words, np.int64), 0, 1 << 20, 8192, kind)
+            assert shape.constants in known, (kind, start, stop)
+            assert cut(PageMove(copy, Pages(source, tables), Pages(target, tables))) in copied
+
+
+def test_a_warm_up_for_another_cache_touches_nothing_where_kernels_are_interpreted() -> None:
+    """Neither pool, for gathers and for copies."""
+    case = EVEN[4]
+    own, target = (PagedPool.allocate(one, shard(one), pages=2, page_size=4) for one in (case.source, case.target))
+    triton = KERNELS["triton"]
+    assert isinstance(triton, SupportsWarmUp)
+    source = ConvertedPool(own, case.target)
+    triton.warm(source)
+    triton.warm_copy(source, target)
+    assert not bytes_of(target.buffers[0]).any()

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from disagg_kv.errors import LocalProtocolError, RegistrationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, PageTable, elect, shard
 from disagg_kv.kernels import KERNELS, Move, SupportsPreparing, SupportsStreams, SupportsWarmUp, kernels_for
-from disagg_kv.kernels.triton_tables import Call, Planes, shapes
+from disagg_kv.kernels.triton_kinds import shapes
+from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import Buffer, Layout, PagedPool
 from disagg_kv.planning import PartView, Segment
 from tests.support.checksums import cell_sum, expected_sums
@@ -215,7 +216,7 @@ def test_what_is_compiled_beforehand_is_what_requests_take(layout: Layout) -> No
     spec = CacheSpec.kv(3, 8, 128, "bfloat16")
     pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16, layout=layout)
     planes = Planes(pool)
-    known = {(s.aligned, s.pieces, s.columns) for s in shapes(planes, pool, 4096)}
+    known = {s.constants for s in shapes(planes, pool, 4096)}
     assert len(known) <= 8
     table = {KV: PageTable(KV, list(range(8)))}
     for units in range(1, 9):
@@ -233,7 +234,7 @@ def test_what_is_compiled_beforehand_is_what_requests_take(layout: Layout) -> No
             ]
             call = Call(planes, moves)
             shape = call.write(np.zeros(call.words, np.int64), 1 << 12, 1 << 20, 4096)
-            assert (shape.aligned, shape.pieces, shape.columns) in known, (units, rows)
+            assert shape.constants in known, (units, rows)
 
 
 def test_kernels_are_ready_before_the_first_request_and_wait_for_no_event_where_they_are_interpreted() -> None:

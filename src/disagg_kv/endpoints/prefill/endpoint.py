@@ -28,11 +28,12 @@ from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.mapping import check_mapping
-from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots, warm_copies
+from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
 from .armed import EngineLaunches
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
+from .read_pools import ReadPools
 from .rooms import PrefillSide
 from .routes import Router
 from .throughput import ThroughputEstimator
@@ -110,15 +111,15 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         movers = ready_kernels(pool, kernels)
         self._staging = staging = new_staging(transport, staging_slots(self._slots, slot_bytes), device)
         *regions, staged = transport.register([*pool.buffers, staging])
-        prepare = partial(warm_copies, movers, pool)
+        pools = ReadPools(pool, movers)
         known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
         me = parts.info("prefill", regions, usable)
-        me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=prepare, conversions=known)
+        me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=pools.warm, conversions=known)
 
         def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
             throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
             mapping = loop.connections.mapping
-            router = Router(me, pool, chosen, self._schedule, usable, throughput.pace, mapping)
+            router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping)
             self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
             return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 

@@ -9,9 +9,9 @@ import numpy as np
 from attrs import frozen
 
 from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
-from ...geometry import I32, CacheSpec, shards_as
+from ...geometry import I32, shards_as
 from ...ids import Epoch, Rank, RegionId, RoomId, room_name
-from ...memory import ConvertedPool, MappedPool, MemoryPool
+from ...memory import MappedPool, MemoryPool
 from ...planning import (
     Batch,
     CostModel,
@@ -31,7 +31,6 @@ from ...planning import (
     check_pages,
     check_tables,
 )
-from ...planning.cache import PlanCache
 from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
 from ...protocol.wire import tables_from_wire
@@ -40,6 +39,7 @@ from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
 from .path_choice import PathChooser, PathRequest, segment_limits
+from .read_pools import ReadPools
 
 OnGroups = Callable[[range, Groups], None]
 """Called with a run of layers and the groups into which it is cut."""
@@ -82,7 +82,7 @@ class Router:
 
     Args:
         me: this endpoint.
-        pool: its cache.
+        pools: its cache, as decode ranks read it.
         strategy: which path to take.
         paths: those that are known here.
         schedule: when rows cross.
@@ -93,7 +93,7 @@ class Router:
     def __init__(
         self,
         me: EndpointInfo,
-        pool: MemoryPool,
+        pools: ReadPools,
         strategy: Strategy,
         schedule: Schedule,
         paths: Iterable[TransferPlanner],
@@ -102,7 +102,7 @@ class Router:
     ) -> None:
         self._mapping = mapping
         self._me = me
-        self._pool = pool
+        self._pools = pools
         self._strategy = strategy
         self._schedule = schedule
         self._pace = pace
@@ -111,7 +111,6 @@ class Router:
         costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
         self._chooser = PathChooser(strategy.path, tuple(paths), costs)
         self._plans: dict[Epoch, InstancePlans] = {}
-        self._pools: PlanCache[CacheSpec, MemoryPool] = PlanCache()
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
@@ -152,7 +151,7 @@ class Router:
             held = shards_as(tuple(me.shards), me.site.spec, remote.spec)
             plans = self._plans[remote.epoch] = InstancePlans.of(held, remote.site)
         rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
-        pool = self.pool_as(remote.spec)
+        pool = self._pools.of(remote.spec)
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
@@ -184,13 +183,6 @@ class Router:
         )
         return route, plan
 
-    def pool_as(self, spec: CacheSpec) -> MemoryPool:
-        """Our pool as a decode rank with this cache reads it; the same object for the same spec."""
-        if spec == self._pool.site.spec:
-            return self._pool
-        found = self._pools.get(spec)
-        return self._pools.keep(spec, ConvertedPool(self._pool, spec)) if found is None else found
-
     def _measured(self) -> WirePace | None:
         pace = self._pace()
         return None if pace is None else (pace.layer_token_s, pace.bytes_per_s, pace.group_s)
@@ -213,7 +205,7 @@ class Router:
         """Rows of the request for the choice of its path: up to a power of two, and to the pool; 0: not known."""
         if frame.stop is None or frame.stop <= frame.start:
             return 0
-        most = max((g.rows_per_page * g.pages for g in self._pool.site.groups), default=1)
+        most = max((g.rows_per_page * g.pages for g in self._me.site.groups), default=1)
         return min(1 << (frame.stop - frame.start - 1).bit_length(), most)
 
     def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout | PageCopy:

@@ -2,7 +2,7 @@
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. Where a path needs the peer's pool mapped,
-the same thread maps it. The endpoint's thread begins with
+the same thread maps it, and compiles kernels where they have to be. The endpoint's thread begins with
 :meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
 happened, so that the next frame of that epoch does not begin another attempt at once.
 """
@@ -36,8 +36,8 @@ CONNECT_S = 10.0
 OVERDUE_S = 2 * CONNECT_S
 """An attempt that has not returned by then has failed; what it reaches later is disconnected."""
 
-MAP_S = 120.0
-"""The same for mapping a peer's pool after that. It includes compiling kernels, one peer after the other."""
+READY_S = 120.0
+"""The same for what comes after that: compiling kernels, one peer after the other, and mapping a peer's pool."""
 
 EARLY_BYTES, FRAME_BYTES = 16 << 20, 1024
 """Bytes of frames that wait until their peers are linked, and what each of them counts beside its own bytes. Those
@@ -98,7 +98,8 @@ class Connections:
         clock: time, in seconds.
         observer: counts what fails.
         options: ``silence_s`` is how long a failure is remembered; at most ``peers`` attempts run at a time.
-        map_pool: maps the pool of a peer that was connected, on the thread that connected it; None: nothing is mapped.
+        get_ready: makes this side ready for a peer that was connected, on the thread that connected it; gives the
+            mapping of the peer's pool. None: nothing is to be done.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class Connections:
         clock: Callable[[], float],
         observer: Observer,
         options: Options,
-        map_pool: Callable[[Peer, Hello], Mapping] | None = None,
+        get_ready: Callable[[Peer, Hello], Mapping] | None = None,
     ) -> None:
         self._transport = transport
         self._background = background
         self._wake = wake
-        self._map_pool = map_pool
+        self._get_ready = get_ready
         self._clock = clock
         self._observer = observer
         self._options = options
@@ -179,9 +180,12 @@ class Connections:
         error: DisaggKVError | None = TransportError(lost, **link.up.hello.who)
         try:
             self._transport.connect(link.up.hello.descriptor, CONNECT_S)
-            if self._map_pool is not None:
-                link.until, link.late = self._clock() + MAP_S, f"its pool has not been mapped for {MAP_S:g} s"
-                link.mapping = self._map_pool(link.peer, link.up.hello)
+            if self._get_ready is not None:
+                link.until, link.late = (
+                    self._clock() + READY_S,
+                    f"kernels and a mapping for it were not ready in {READY_S:g} s",
+                )
+                link.mapping = self._get_ready(link.peer, link.up.hello)
             error = None
         except Exception as exc:
             error = _failed(exc, link.up.hello)

@@ -61,7 +61,7 @@ from .handshake import EndpointInfo, RemoteEndpoint, check_key
 from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
 from .limited_log import LimitedLog
-from .mapping import Mapping, map_pool
+from .mapping import UNMAPPED, Mapping, map_pool
 from .pauses import Pauses
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
@@ -121,8 +121,8 @@ class EventLoop:
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
-        maps = self._map_pool if me.role == "prefill" and any(map(maps_pages, me.paths)) else None
-        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, maps)
+        ready = self._get_ready if me.role == "prefill" else None
+        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready)
         self.peer_registry = PeerRegistry(self.peers, self.connections, options, clock)
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
@@ -432,9 +432,14 @@ class EventLoop:
         for frame in linked.frames:
             self._guard(self.side.on_frame, frame)
 
-    def _map_pool(self, peer: Peer, hello: Hello) -> Mapping:
-        """On a thread that has just connected a peer."""
-        return map_pool(self.me.transport, peer, RemoteEndpoint.of(hello), self.me.device, self.me.prepare)
+    def _get_ready(self, peer: Peer, hello: Hello) -> Mapping:
+        """On a thread that has just connected a peer: make kernels ready for it, and map its pool where a path does."""
+        me, remote = self.me, RemoteEndpoint.of(hello)
+        if not all(path.exposes_pages for path in me.paths):
+            me.prepare(remote.spec, None)
+        if not any(map(maps_pages, me.paths)):
+            return UNMAPPED
+        return map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

@@ -69,7 +69,7 @@ class EndpointInfo:
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
         conversions: prefill: names of those that its kernels know.
         device: where its pool lies.
-        prepare: prefill: makes its kernels ready for a peer's mapped pool. Blocks; on any thread.
+        prepare: prefill: makes its kernels ready for a peer's cache, or its mapped pool. Blocks; on any thread.
     """
 
     life: Incarnation
@@ -88,7 +88,7 @@ class EndpointInfo:
     lease_bytes: int = 0
     conversions: tuple[str, ...] = ()
     device: str = "cpu"
-    prepare: Callable[[MappedPool], None] = lambda _: None
+    prepare: Callable[[CacheSpec, MappedPool | None], None] = lambda _spec, _mapped: None
 
     @property
     def epoch(self) -> Epoch:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from ... import arguments
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...kernels import Kernels, SupportsWarmUp, kernels_for
-from ...memory import Buffer, ConvertedPool, MappedPool, MemoryPool, new_buffer
+from ...memory import Buffer, MemoryPool, new_buffer
 from ...staging import ALIGNMENT, StagingAllocator
 from ...transports import SupportsAllocate, Transport
-
-_COMPILING = threading.Lock()
-"""Threads that connect peers at once need the same kernels: one compiles them, and the others find them."""
 
 
 def new_staging(transport: Transport, nbytes: int, device: str) -> Buffer:
@@ -46,14 +42,6 @@ def ready_kernels(pool: MemoryPool, kernels: Kernels | None) -> Kernels:
     if isinstance(chosen, SupportsWarmUp):
         chosen.warm(pool)
     return chosen
-
-
-def warm_copies(kernels: Kernels, pool: MemoryPool, mapped: MappedPool) -> None:
-    """Compile copies from a pool into a mapped one, where kernels are compiled."""
-    if isinstance(kernels, SupportsWarmUp):
-        spec = mapped.site.spec
-        with _COMPILING:
-            kernels.warm_copy(pool if spec == pool.site.spec else ConvertedPool(pool, spec), mapped)
 
 
 def staging_slots(slots: int, slot_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Conversions on a GPU: gather and checksum of a pool that is read as another cache.
+"""Conversions on a GPU: gather, copy and checksum of a pool that is read as another cache.
 
 Numbers are handled as integers, so that a GPU, Triton's interpreter and NumPy have the same bits. Few operations are on
 floats: one multiplication, whose result is an integer before it is used again, so that no compiler joins it with
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..checksum.triton import mix, weighed
+from ..copy.triton import side
 from ..triton_tiles import cells_of
 
 ROW = tl.constexpr(0xD1B54A32D192ED03)
@@ -125,6 +126,100 @@ def code_of(
 
 @triton.jit
 def converted(
+    plane: tl.tensor,
+    pages: tl.tensor,
+    first_row: tl.tensor,
+    rows: tl.tensor,
+    first_unit: tl.tensor,
+    units: tl.tensor,
+    piece: tl.tensor,
+    aligned: tl.constexpr,
+    columns: tl.constexpr,
+    source: tl.constexpr,
+    source_bytes: tl.constexpr,
+    rule: tl.constexpr,
+    elements: tl.constexpr,
+    nbytes: tl.constexpr,
+    mantissa: tl.constexpr,
+    bias: tl.constexpr,
+    largest: tl.constexpr,
+    infinity: tl.constexpr,
+    nan: tl.constexpr,
+) -> tl.tuple:
+    """Codes of cells ``[pieces, columns]``, rows and units of the pieces, and which of them there are.
+
+    Args:
+        plane: int64, the plane's words; words 6 and 7 say where its factors or the plane of its scales are.
+        pages: int32, page ids.
+        first_row: counted from the first of those page ids.
+        rows: of the entry.
+        first_unit: counted within the plane.
+        units: of the entry.
+        piece: int32 ``[pieces]``, numbers of the entry's cells; those beyond its end are no pieces.
+        aligned: twice the elements that addresses, strides and cells are multiples of, on both sides; 1: not even of
+            one, so bytes are read and written one by one.
+        columns: elements of a cell, rounded up to a power of two.
+        source: dtype in the pages.
+        source_bytes: bytes of one of its numbers.
+        rule: see :class:`~disagg_kv.geometry.PlaneConversion`.
+        elements: of a cell.
+        nbytes: bytes of a number of the wanted format; this and what follows: :class:`~..geometry.formats.Format`.
+        mantissa: bits of its mantissa.
+        bias: of its exponent.
+        largest: its largest number, as a float32's bits.
+        infinity: whether infinity stays infinity.
+        nan: its code of NaN.
+    """
+    col = tl.arange(0, columns)
+    there = piece < rows * units
+    row = piece // units
+    own = piece - row * units
+    unit = first_unit + own
+    cell = cells_of(plane, pages, row + first_row, unit, there)
+    mask = there[:, None] & (col < elements)[None, :]
+    f = float32_of(loaded(cell, col, mask, source_bytes, aligned), source)
+    if rule == "given":
+        # One factor for all units, or one for each.
+        place = plane + tl.load(plane + 6) + unit * tl.load(plane + 7)
+        factor = tl.load(place, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)
+        f = f * factor[:, None]
+    elif rule == "read":
+        scale = cells_of(plane + tl.load(plane + 6), pages, row + first_row, unit, there)
+        factors = loaded(scale, tl.arange(0, 1), there[:, None], 4, min(aligned, 2))
+        f = f * factors.to(tl.float32, bitcast=True)
+    else:
+        factor = scales_of(f, mask, largest)
+        if rule == "computed":
+            f = f * tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)[:, None]
+    if rule == "scales":
+        code = factor.to(tl.int32, bitcast=True)[:, None]
+    else:
+        code = code_of(f, nbytes, mantissa, bias, largest, infinity, nan)
+    return code, row, own, there
+
+
+@triton.jit
+def put(
+    cell: tl.tensor,
+    code: tl.tensor,
+    there: tl.tensor,
+    aligned: tl.constexpr,
+    columns: tl.constexpr,
+    rule: tl.constexpr,
+    elements: tl.constexpr,
+    nbytes: tl.constexpr,
+) -> None:
+    """Store converted cells at addresses; of the rule ``"scales"`` a cell is one float32."""
+    if rule == "scales":
+        stored(cell, tl.arange(0, 1), code, there[:, None], 4, min(aligned, 2))
+    else:
+        col = tl.arange(0, columns)
+        mask = there[:, None] & (col < elements)[None, :]
+        stored(cell, col, code, mask, nbytes, aligned)
+
+
+@triton.jit
+def of_entry(
     planes: tl.tensor,
     entries: tl.tensor,
     tiles: tl.tensor,
@@ -142,26 +237,9 @@ def converted(
     infinity: tl.constexpr,
     nan: tl.constexpr,
 ) -> tl.tuple:
-    """This program's cells: codes ``[pieces, columns]``, numbers and units of the pieces, and which of them there are.
+    """What :func:`converted` gives for this program's tile of ``pieces`` cells, and the address of its entry.
 
-    Args:
-        planes: int64, the pool's table; word 6: where the factors are in it, or the plane of the scales.
-        entries: int64, the call's table.
-        tiles: programs per entry; those beyond an entry's end have no piece.
-        aligned: twice the elements that addresses, strides and cells are multiples of, on both sides; 1: not even of
-            one, so bytes are read and written one by one.
-        pieces: cells of a tile.
-        columns: elements of a cell, rounded up to a power of two.
-        source: dtype in the pages.
-        source_bytes: bytes of one of its numbers.
-        rule: see :class:`~disagg_kv.geometry.PlaneConversion`.
-        elements: of a cell.
-        nbytes: bytes of a number of the wanted format; this and what follows: :class:`~..geometry.formats.Format`.
-        mantissa: bits of its mantissa.
-        bias: of its exponent.
-        largest: its largest number, as a float32's bits.
-        infinity: whether infinity stays infinity.
-        nan: its code of NaN.
+    Each entry of the call's table has ``tiles`` programs; ``planes`` is the pool's table.
     """
     number = tl.program_id(0)
     entry = entries + (number // tiles).to(tl.int64) * 8
@@ -169,33 +247,12 @@ def converted(
     first_unit, units = tl.load(entry + 1), tl.load(entry + 2).to(tl.int32)
     first_row, rows = tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
     pages = tl.load(entry + 5).to(tl.pointer_type(tl.int32))
-
     piece = number % tiles * pieces + tl.arange(0, pieces)
-    col = tl.arange(0, columns)
-    there = piece < rows * units
-    row = piece // units
-    unit = first_unit + (piece - row * units)
-    cell = cells_of(plane, pages, row + first_row, unit, there)
-    mask = there[:, None] & (col < elements)[None, :]
-    f = float32_of(loaded(cell, col, mask, source_bytes, aligned), source)
-    if rule == "given":
-        # One factor for all units, or one for each.
-        place = planes + tl.load(plane + 6) + unit * tl.load(plane + 7)
-        factor = tl.load(place, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-        f = f * factor[:, None]
-    elif rule == "read":
-        scale = cells_of(planes + tl.load(plane + 6) * 8, pages, row + first_row, unit, there)
-        factors = loaded(scale, tl.arange(0, 1), there[:, None], 4, min(aligned, 2))
-        f = f * factors.to(tl.float32, bitcast=True)
-    else:
-        factor = scales_of(f, mask, largest)
-        if rule == "computed":
-            f = f * tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)[:, None]
-    if rule == "scales":
-        code = factor.to(tl.int32, bitcast=True)[:, None]
-    else:
-        code = code_of(f, nbytes, mantissa, bias, largest, infinity, nan)
-    return code, row, unit - first_unit, there
+    code, row, unit, there = converted(
+        plane, pages, first_row, rows, first_unit, units, piece, aligned, columns, source, source_bytes, rule,
+        elements, nbytes, mantissa, bias, largest, infinity, nan,
+    )  # fmt: skip
+    return code, row, unit, there, entry
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -219,19 +276,49 @@ def gather_converted(
     nan: tl.constexpr,
 ) -> None:
     """Convert one tile of pages into staging; word 6 of an entry is its address there."""
-    code, row, unit, there = converted(
+    code, row, unit, there, entry = of_entry(
         planes, entries, tiles, aligned, pieces, columns, source, source_bytes, rule, elements,
         nbytes, mantissa, bias, largest, infinity, nan,
     )  # fmt: skip
-    entry = entries + (tl.program_id(0) // tiles).to(tl.int64) * 8
-    units = tl.load(entry + 2)
-    cell = row.to(tl.int64) * units + unit
-    if rule == "scales":
-        stored(tl.load(entry + 6) + cell * 4, tl.arange(0, 1), code, there[:, None], 4, min(aligned, 2))
-    else:
-        col = tl.arange(0, columns)
-        mask = there[:, None] & (col < elements)[None, :]
-        stored(tl.load(entry + 6) + cell * (elements * nbytes), col, code, mask, nbytes, aligned)
+    size: tl.constexpr = 4 if rule == "scales" else elements * nbytes
+    cell = row.to(tl.int64) * tl.load(entry + 2) + unit
+    put(tl.load(entry + 6) + cell * size, code, there, aligned, columns, rule, elements, nbytes)
+
+
+@triton.jit(do_not_specialize=["tiles", "total"])
+def copy_converted(
+    entries: tl.tensor,
+    tiles: tl.tensor,
+    total: tl.tensor,
+    element: tl.constexpr,
+    aligned: tl.constexpr,
+    pieces: tl.constexpr,
+    columns: tl.constexpr,
+    source: tl.constexpr,
+    source_bytes: tl.constexpr,
+    rule: tl.constexpr,
+    elements: tl.constexpr,
+    nbytes: tl.constexpr,
+    mantissa: tl.constexpr,
+    bias: tl.constexpr,
+    largest: tl.constexpr,
+    infinity: tl.constexpr,
+    nan: tl.constexpr,
+) -> None:
+    """Convert tiles of pages into pages; the table is that of :func:`..copy.triton.copy`."""
+    for number in range(tl.program_id(0), total, tl.num_programs(0)):
+        entry = entries + number // tiles * 10
+        units, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+        plane = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
+        first_unit, first_row = tl.load(entry + 3), tl.load(entry + 4).to(tl.int32)
+        pages = tl.load(entry + 5).to(tl.pointer_type(tl.int32))
+        piece = number % tiles * pieces + tl.arange(0, pieces)
+        code, row, unit, there = converted(
+            plane, pages, first_row, rows, first_unit, units, piece, aligned, columns, source, source_bytes, rule,
+            elements, nbytes, mantissa, bias, largest, infinity, nan,
+        )  # fmt: skip
+        cell = side(entry + 6, row, unit, there)
+        put(cell, code, there, aligned, columns, rule, elements, nbytes)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -255,11 +342,10 @@ def checksum_converted(
     nan: tl.constexpr,
 ) -> None:
     """Add converted cells to the entry's sum, whose address is word 6; word 7 is the place of the first cell."""
-    code, row, unit, there = converted(
+    code, row, unit, there, entry = of_entry(
         planes, entries, tiles, aligned, pieces, columns, source, source_bytes, rule, elements,
         nbytes, mantissa, bias, largest, infinity, nan,
     )  # fmt: skip
-    entry = entries + (tl.program_id(0) // tiles).to(tl.int64) * 8
     into = tl.load(entry + 6).to(tl.pointer_type(tl.uint64))
     place = tl.load(entry + 7).to(tl.uint64) + row.to(tl.uint64) * ROW + unit.to(tl.uint64) * UNIT
     if rule == "scales":

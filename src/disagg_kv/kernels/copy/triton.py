@@ -13,11 +13,11 @@ from ..triton_tiles import cells_of
 
 
 @triton.jit
-def _side(side: tl.tensor, row: tl.tensor, unit: tl.tensor, there: tl.tensor) -> tl.tensor:
+def side(words: tl.tensor, row: tl.tensor, unit: tl.tensor, there: tl.tensor) -> tl.tensor:
     """Addresses of pieces in one of the two pools: see :data:`..triton_copies.SIDE`."""
-    plane = tl.load(side).to(tl.pointer_type(tl.int64))
-    pages = tl.load(side + 3).to(tl.pointer_type(tl.int32))
-    return cells_of(plane, pages, row + tl.load(side + 2).to(tl.int32), unit + tl.load(side + 1), there)
+    plane = tl.load(words).to(tl.pointer_type(tl.int64))
+    pages = tl.load(words + 3).to(tl.pointer_type(tl.int32))
+    return cells_of(plane, pages, row + tl.load(words + 2).to(tl.int32), unit + tl.load(words + 1), there)
 
 
 @triton.jit(do_not_specialize=["tiles", "total"])
@@ -60,8 +60,8 @@ def copy(
 
         row = piece // runs
         unit = piece - row * runs
-        source = _side(entry + 2, row, unit, there).to(tl.pointer_type(element))
-        target = _side(entry + 6, row, unit, there).to(tl.pointer_type(element))
+        source = side(entry + 2, row, unit, there).to(tl.pointer_type(element))
+        target = side(entry + 6, row, unit, there).to(tl.pointer_type(element))
         # The promise is made for the last pointers: the compiler forgets it where an integer becomes a pointer.
         read = tl.multiple_of(source[:, None] + col[None, :], (aligned, aligned))
         written = tl.multiple_of(target[:, None] + col[None, :], (aligned, aligned))
