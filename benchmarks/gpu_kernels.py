@@ -1,7 +1,8 @@
-"""Gather, scatter and checksum on a GPU against a plain device copy of as many bytes; prints one JSON document.
+"""Gather, scatter, copy and checksum on a GPU against a plain device copy of as many bytes; prints one JSON document.
 
-A gather may convert: it reads bfloat16 and writes float8 with scales that are given per head, or computed per token and
-head and written too. Its ``share`` compares bytes read and written per second with those of the copy.
+A gather or copy may convert: it reads bfloat16 and writes float8 with scales that are given per head, or computed per
+token and head and written too. Its ``share`` compares bytes read and written per second with those of the plain copy.
+A copy goes from pages to pages of another pool on the same GPU: see ``benchmarks/gpu_peer.py`` for those of a peer.
 
 48 layers, 8 heads of 128, K and V, pages in shuffled order. What each rank of the named tensor-parallel sizes does is
 one call. The bytes are checked against the reference before anything is timed. ``device_us`` is per call over calls
@@ -33,15 +34,17 @@ from attrs import evolve, frozen
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.kernels import Checksums, Move, ReferenceKernels
+from disagg_kv.kernels import Checksums, Move, PageMove, Pages, ReferenceKernels
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
+from disagg_kv.kernels.triton_convert import copy as copy_converted
 from disagg_kv.kernels.triton_convert import gather as gather_converted
+from disagg_kv.kernels.triton_copy_launch import CopyLauncher
 from disagg_kv.kernels.triton_kernels import TUNED, Tuning
 from disagg_kv.kernels.triton_launch import Launcher, PreparedLaunch
 from disagg_kv.kernels.triton_sums import ChecksumLauncher
 from disagg_kv.memory import Buffer, ConvertedPool, Event, Layout, MemoryPool, PagedPool
-from disagg_kv.planning import StagedLayout
+from disagg_kv.planning import PageCopy, StagedLayout
 
 KV = GroupId("kv")
 HEADS, DIM = 8, 128
@@ -53,7 +56,7 @@ class Case:
     """One call of one rank.
 
     Args:
-        op: ``"gather"``, ``"scatter"`` or ``"checksum"``, which reads what a gather of the same case reads.
+        op: ``"gather"``, ``"scatter"``, ``"copy"`` or ``"checksum"``, which reads what a gather of the case reads.
         dtype: of the cache.
         tp: sizes on both sides, as in ``"4->1"``.
         heads: that the rank's pool has.
@@ -61,7 +64,7 @@ class Case:
         page_size: tokens.
         tokens: of the call.
         layout: of the pool.
-        into: the dtype into which a gather converts, if it does.
+        into: the dtype into which a gather or copy converts, if it does.
         computed: its scales are computed, else given per head.
     """
 
@@ -103,23 +106,49 @@ CASES = [
     Case("gather", "bfloat16", "4->1", 2, 1, into="float8_e4m3fn", computed=True),
     Case("gather", "bfloat16", "1->4", 8, 4, into="float8_e4m3fn", computed=True),
     Case("gather", "bfloat16", "4->1", 2, 1, into="float8_e4m3fn", tokens=1024),
+    Case("copy", "bfloat16", "4->1", 2, 1),
+    Case("copy", "bfloat16", "4->1", 2, 1, into="float8_e4m3fn"),
+    Case("copy", "bfloat16", "1->4", 8, 4, into="float8_e4m3fn"),
+    Case("copy", "bfloat16", "4->1", 2, 1, into="float8_e4m3fn", computed=True),
+    Case("copy", "bfloat16", "1->4", 8, 4, into="float8_e4m3fn", computed=True),
 ]
 
 
 class Conversions:
-    """Gathers that convert, as the kernels launch them."""
+    """Gathers that convert, as the kernels launch them.
 
-    def __init__(self) -> None:
+    Args:
+        tuning: how they are cut.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
         self._plain = Launcher("gather")
+        self._tuning = tuning
 
     def __call__(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None = None
     ) -> Event | None:
         """Enqueue them."""
-        return gather_converted(self._plain, pool, moves, staging, after)
+        return gather_converted(self._plain, pool, moves, staging, after, self._tuning)
 
 
-Launch = Launcher | ChecksumLauncher | Conversions
+class Copies:
+    """Copies from pages to pages, converted where the case says so.
+
+    Args:
+        tuning: how they are cut.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._plain = CopyLauncher(tuning=tuning)
+        self._tuning = tuning
+
+    def __call__(self, moves: Sequence[PageMove], after: Event | None = None) -> Event | None:
+        """Enqueue them."""
+        return copy_converted(self._plain, moves, after, None, self._tuning)
+
+
+Launch = Launcher | ChecksumLauncher | Conversions | Copies
 
 
 def read_as(case: Case, pool: PagedPool) -> MemoryPool:
@@ -159,6 +188,8 @@ class Bench:
         self._order = [i for n in names for i, p in enumerate(planes) if p.component == n]
         self.moves, self.nbytes = self.of(case.tokens)
         self.staging = [self._noise(self.nbytes) for _ in range(2)]
+        self.targets = [self._peers(), self._peers()] if case.op == "copy" else []
+        self.copies = self.page_moves(self.moves)
         self._sums: list[Checksums] = []
 
     def of(self, tokens: int) -> tuple[list[Move], int]:
@@ -187,6 +218,36 @@ class Bench:
         ]
         return moves, case.parts * part
 
+    def _peers(self) -> list[PagedPool]:
+        """The pools that a copy writes, one for each peer; that of a peer with fewer ranks has more heads."""
+        case, spec = self.case, self.source.site.spec
+        heads = case.heads * int(case.tp[0]) // int(case.tp[-1])
+        layers = {layer: [evolve(c, units=heads, scales=()) for c in cs] for layer, cs in spec.layers.items()}
+        wide = CacheSpec(layers)
+        count, size = case.tokens // case.page_size + 1, case.page_size
+        return [
+            PagedPool.allocate(
+                wide, shard(wide), pages=count, page_size=size, layout=case.layout, allocator=self._noise
+            )
+            for _ in range(case.parts)
+        ]
+
+    def page_moves(self, moves: Sequence[Move], number: int = 0) -> list[PageMove]:
+        """The same from pages to pages; ``number``: of the pools that are written."""
+        if not self.targets:
+            return []
+        made: list[PageMove] = []
+        for move, pool in zip(moves, self.targets[number], strict=True):
+            there = {(p.layer, p.component): i for i, p in enumerate(pool.site.planes)}
+            planes = [self.source.site.planes[i] for i in move.layout.plane.tolist()]
+            into = np.array([there[p.layer, p.component] for p in planes], np.int32)
+            target = evolve(move.layout, plane=into, first_unit=0 * into)
+            (table,) = move.tables.values()
+            tables = {KV: PageTable(KV, table.pages[::-1].copy())}
+            copy = PageCopy(move.layout, target)
+            made.append(PageMove(copy, Pages(self.source, move.tables), Pages(pool, tables)))
+        return made
+
     @property
     def moved(self) -> int:
         """Bytes that a call reads and writes."""
@@ -199,8 +260,17 @@ class Bench:
         _finish(self.device)
         return Buffer(memory.data_ptr(), nbytes, str(memory.device), memory)
 
-    def call(self, launcher: Launch, after: Event | None = None, *, moves: list[Move] | None = None) -> Event | None:
+    def call(
+        self,
+        launcher: Launch,
+        after: Event | None = None,
+        *,
+        moves: list[Move] | None = None,
+        copies: list[PageMove] | None = None,
+    ) -> Event | None:
         """Launch the case, or other moves."""
+        if isinstance(launcher, Copies):
+            return launcher(copies or self.copies, after)
         if not isinstance(launcher, ChecksumLauncher):
             return launcher(self.source, moves or self.moves, self.staging[0], after)
         # As an endpoint would: what is there by now is read, and its arguments' memory is used again.
@@ -237,20 +307,27 @@ class Bench:
             if [of.tolist() for of in ours.read()] != [of.tolist() for of in theirs.read()]:
                 sys.exit(f"wrong sums: {self.case}")
             return
-        if self.case.op == "gather":
-            reference.gather(self.source, self.moves, self.staging[1], None)
-            pairs = self.staging
+        if self.case.op == "copy":
+            pairs = [(a.buffers[0], b.buffers[0]) for a, b in zip(*self.targets, strict=True)]
+        elif self.case.op == "gather":
+            pairs = [(self.staging[0], self.staging[1])]
         else:
-            tensor_of(self.pools[1].buffers[0]).copy_(tensor_of(self.pools[0].buffers[0]))
-            _finish(self.device)
+            pairs = [(self.pools[0].buffers[0], self.pools[1].buffers[0])]
+        for ours, theirs in pairs:
+            tensor_of(theirs).copy_(tensor_of(ours))
+        _finish(self.device)
+        if self.case.op == "copy":
+            reference.copy(self.page_moves(self.moves, 1), None)
+        elif self.case.op == "gather":
+            reference.gather(self.source, self.moves, self.staging[1], None)
+        else:
             reference.scatter(self.pools[1], self.moves, self.staging[0])
-            pairs = [pool.buffers[0] for pool in self.pools]
-        if torch.equal(tensor_of(pairs[0]), tensor_of(pairs[1])):
+        if any(torch.equal(tensor_of(a), tensor_of(b)) for a, b in pairs):
             sys.exit(f"the check of {self.case} proves nothing")
         event = self.call(launcher)
         if event is not None:
             event.synchronize()
-        if not torch.equal(tensor_of(pairs[0]), tensor_of(pairs[1])):
+        if not all(torch.equal(tensor_of(a), tensor_of(b)) for a, b in pairs):
             sys.exit(f"wrong bytes: {self.case}")
 
     def copy(self) -> None:
@@ -290,17 +367,23 @@ def _host(runs: Iterable[Callable[[], Event | None]]) -> tuple[float, float]:
     return statistics.median(returned), statistics.median(ended)
 
 
+def _launcher(case: Case, tuning: Tuning) -> Launch:
+    if case.op == "copy":
+        return Copies(tuning)
+    if case.into:
+        return Conversions(tuning)
+    return ChecksumLauncher(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
+
+
 def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> list[dict[str, object]]:
     bench = Bench(case, layers, device)
     launchers: dict[Tuning, Launch] = {}
-    for tuning in tunings or [TUNED["gather_converted" if case.into else case.op]]:
-        if case.into:
-            launchers[tuning] = Conversions()
-        else:
-            launchers[tuning] = ChecksumLauncher(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
+    for tuning in tunings or [TUNED[f"{case.op}_converted" if case.into else case.op]]:
+        launchers[tuning] = _launcher(case, tuning)
     for launcher in launchers.values():
         bench.check(launcher)
-        tensor_of(bench.staging[0]).random_(0, 256)
+        for written in (bench.staging[0], *(pool.buffers[0] for pools in bench.targets for pool in pools)):
+            tensor_of(written).random_(0, 256)
     results: list[dict[str, object]] = []
     if device == "cpu":
         return results
@@ -317,7 +400,8 @@ def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> lis
             seconds["ours"].append(_queued(call))
         copied, ours = (statistics.median(seconds[name]) for name in ("copy", "ours"))
         host, latency = _host([call] * 50)
-        new, _ = _host([partial(call, moves=bench.of(case.tokens - i)[0]) for i in range(1, 50)])
+        others = [bench.of(case.tokens - i)[0] for i in range(1, 50)]
+        new, _ = _host([partial(call, moves=one, copies=bench.page_moves(one)) for one in others])
         results.append(
             {
                 "op": case.op,
@@ -341,6 +425,7 @@ def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> lis
                 "tile_bytes": tuning.tile_bytes,
                 "warps": tuning.warps,
                 "neighbours_together": tuning.neighbours_together,
+                "programs": tuning.programs,
             }
         )
         print(json.dumps(results[-1]), file=sys.stderr)
@@ -354,25 +439,33 @@ def _said(*command: str) -> str:
         return "unknown"
 
 
+def _tunings(op: str, given: argparse.Namespace) -> list[Tuning]:
+    """Those that were asked for, as far as they differ for an operation."""
+    return [
+        Tuning(tile, warps, together, programs)
+        for tile in given.tile_bytes or ()
+        for warps in given.warps
+        for together in ((False,) if op == "copy" else (False, True))
+        for programs in (given.programs if op == "copy" else (0,))
+    ]
+
+
 def main() -> None:
     """Print every case."""
-    parser = argparse.ArgumentParser(description="gather, scatter and checksum against a device copy")
+    parser = argparse.ArgumentParser(description="gather, scatter, copy and checksum against a device copy")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--tokens", type=int, help="instead of each case's own")
     parser.add_argument("--device", default="cuda", help="cpu: only checks, with TRITON_INTERPRET=1")
     parser.add_argument("--tile-bytes", type=int, nargs="*", help="instead of the tuned ones")
     parser.add_argument("--warps", type=int, nargs="*", default=[1], help="with --tile-bytes")
+    parser.add_argument("--programs", type=int, nargs="*", default=[1], help="per multiprocessor, with --tile-bytes")
     parser.add_argument("--case", type=int, nargs="*", default=range(len(CASES)), help="by number; all of them")
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()
-    tunings = [
-        Tuning(tile, warps, together)
-        for tile in given.tile_bytes or ()
-        for warps in given.warps
-        for together in (False, True)
-    ]
     cases = [evolve(c, tokens=given.tokens or c.tokens) for c in (CASES[i] for i in given.case)]
-    measured = [result for case in cases for result in _measure(case, given.layers, given.device, tunings)]
+    measured = [
+        result for case in cases for result in _measure(case, given.layers, given.device, _tunings(case.op, given))
+    ]
     report = {
         "command": " ".join(["python", *sys.argv]),
         "commit": given.commit or _said("git", "rev-parse", "HEAD"),

@@ -14,6 +14,7 @@ from ..memory import All, Buffer, Event, MemoryPool, PagedMemory
 from .base import Checksums, Move, PageMove
 from .checksum.mixing import U64
 from .triton_copy_launch import CopyLauncher, PreparedCopyLaunch, warm_moves
+from .triton_kernels import Tuning
 from .triton_kinds import Kind, kinds_of, split_copies
 from .triton_launch import Launcher, PreparedLaunch
 from .triton_sums import ChecksumLauncher
@@ -25,13 +26,13 @@ Launch = Callable[[Event | None], Event | None]
 
 
 @cache
-def _gather(kind: Kind) -> Launcher:
-    return Launcher("gather_converted", kind=kind)
+def _gather(kind: Kind, tuning: Tuning | None) -> Launcher:
+    return Launcher("gather_converted", tuning, kind)
 
 
 @cache
-def _copier(kind: Kind, programs: int | None) -> CopyLauncher:
-    return CopyLauncher(programs, kind=kind)
+def _copier(kind: Kind, programs: int | None, tuning: Tuning | None) -> CopyLauncher:
+    return CopyLauncher(programs, tuning, kind)
 
 
 @cache
@@ -40,13 +41,19 @@ def _sums(kind: Kind) -> ChecksumLauncher:
 
 
 def gather(
-    plain: Launcher, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None
+    plain: Launcher,
+    pool: MemoryPool,
+    moves: Sequence[Move],
+    staging: Buffer,
+    after: Event | None,
+    tuning: Tuning | None = None,
 ) -> Event | None:
-    """Gather from a pool that is read as another cache; ``plain`` copies what needs no conversion."""
-    return beside(
-        [partial(launcher, pool, some, staging) for launcher, some in _gathers(plain, pool, moves)],
-        after,
-    )
+    """Gather from a pool that is read as another cache; ``plain`` copies what needs no conversion.
+
+    ``tuning``: how conversions are cut; None: as :data:`.triton_kernels.TUNED` says.
+    """
+    launchers = _gathers(plain, pool, moves, tuning)
+    return beside([partial(launcher, pool, some, staging) for launcher, some in launchers], after)
 
 
 def prepare_gather(plain: Launcher, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGathers | None:
@@ -56,17 +63,25 @@ def prepare_gather(plain: Launcher, pool: MemoryPool, moves: Sequence[Move], sta
     return None if found is None else PreparedGathers(found)
 
 
-def _gathers(plain: Launcher, pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Launcher, list[Move]]]:
+def _gathers(
+    plain: Launcher, pool: MemoryPool, moves: Sequence[Move], tuning: Tuning | None = None
+) -> Iterator[tuple[Launcher, list[Move]]]:
     for kind, some, _ in kinds_of(pool).split(moves):
-        yield plain if kind is None else _gather(kind), some
+        yield plain if kind is None else _gather(kind, tuning), some
 
 
-def copy(plain: CopyLauncher, moves: Sequence[PageMove], after: Event | None, programs: int | None) -> Event | None:
+def copy(
+    plain: CopyLauncher,
+    moves: Sequence[PageMove],
+    after: Event | None,
+    programs: int | None,
+    tuning: Tuning | None = None,
+) -> Event | None:
     """Copy or convert pages into pages; ``programs``: see :class:`.triton_copy_launch.CopyLauncher`.
 
     The launches follow one another, so that all of them together take no more of the GPU than one does.
     """
-    return in_turn([partial(launcher, some) for launcher, some in _copies(plain, moves, programs)], after)
+    return in_turn([partial(launcher, some) for launcher, some in _copies(plain, moves, programs, tuning)], after)
 
 
 def prepare_copy(plain: CopyLauncher, moves: Sequence[PageMove], programs: int | None) -> PreparedCopies | None:
@@ -76,10 +91,10 @@ def prepare_copy(plain: CopyLauncher, moves: Sequence[PageMove], programs: int |
 
 
 def _copies(
-    plain: CopyLauncher, moves: Sequence[PageMove], programs: int | None
+    plain: CopyLauncher, moves: Sequence[PageMove], programs: int | None, tuning: Tuning | None = None
 ) -> Iterator[tuple[CopyLauncher, list[PageMove]]]:
     for kind, some in split_copies(moves):
-        yield plain if kind is None else _copier(kind, programs), some
+        yield plain if kind is None else _copier(kind, programs, tuning), some
 
 
 def checksum(plain: ChecksumLauncher, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
@@ -103,7 +118,7 @@ def checksum(plain: ChecksumLauncher, pool: MemoryPool, moves: Sequence[Move], a
 def warm(plain: Launcher, pool: MemoryPool) -> None:
     """Compile the gathers of such a pool; see :meth:`.base.SupportsWarmUp.warm`."""
     for kind in kinds_of(pool).every:
-        (plain if kind is None else _gather(kind)).warm(pool)
+        (plain if kind is None else _gather(kind, None)).warm(pool)
 
 
 def warm_copy(plain: CopyLauncher, source: PagedMemory, target: PagedMemory, programs: int | None) -> None:

@@ -31,7 +31,7 @@ The first row is counted from the first of those page ids.
 """
 
 WIDEST = 64
-"""The largest alignment in bytes that a kernel tells apart: 16 numbers of four bytes."""
+"""The largest alignment in bytes that makes a difference to a kernel: 16 numbers of four bytes."""
 
 MOST = 2**31 - 1
 """The kernels count pieces and programs in 32 bits; addresses have 64."""
