@@ -71,7 +71,7 @@ def plans() -> Iterator[bytes]:
     """A decode rank with its pages."""
     for one in hellos():
         pages = np.arange(12, dtype="<i4").tobytes()
-        yield msgspec.msgpack.encode(Plan(one, (f.WireTable("kv", 0, pages),), 24))
+        yield msgspec.msgpack.encode(Plan(one, (f.WireTable("kv", 0, 12, 0, pages),), 24))
 
 
 def events() -> Iterator[bytes]:

@@ -23,8 +23,9 @@ from disagg_kv.ids import Rank, RoomId
 from disagg_kv.planning import EVERY, Limits, Writes
 from disagg_kv.protocol import Codec, Hello
 from disagg_kv.protocol import frames as f
+from disagg_kv.protocol.page_runs import tables_from_wire
 from disagg_kv.protocol.runs import numbers_from_runs
-from disagg_kv.protocol.wire import shards_from_wire, site_from_wire, spec_from_wire, tables_from_wire
+from disagg_kv.protocol.wire import shards_from_wire, site_from_wire, spec_from_wire
 from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.strategies import Job, TransferPlanner, paths
 from disagg_kv.transports import InprocTransport, ShmTransport
@@ -58,7 +59,7 @@ def frame(data: bytes) -> None:
                 for shard in shards[: found.rank + 1][-1:]:
                     site_from_wire(found.site, spec, shard)
             elif isinstance(found, f.Expect):
-                tables_from_wire(found.tables or ())
+                tables_from_wire(found.tables or (), 1 << 20)
 
 
 class _Store:
@@ -122,7 +123,7 @@ def plan(data: bytes) -> None:
         given = PLANS.decode(data)
         # A peer's frame has passed the codec.
         hello = CODEC.decode(CODEC.encode(given.hello))
-        tables = tables_from_wire(given.tables)
+        tables = tables_from_wire(given.tables, 1 << 20)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RemoteProtocolError):
         return
     assert isinstance(hello, Hello)

@@ -215,7 +215,8 @@ def _tables(draw: Draw) -> tuple[f.WireTable, ...] | None:
     if draw.byte() % 2:
         return None
     pages = np.array([draw.number() % 64 for _ in range(draw.byte() % 9)], "<i4").tobytes()
-    return (f.WireTable("kv", 4 * (draw.byte() % 3), pages),)
+    count, runs = len(pages) // 4, draw.byte() % 4
+    return (f.WireTable("kv", 4 * (draw.byte() % 3), count if runs == 0 else 8 * runs, runs, pages),)
 
 
 FIELDS: Mapping[str, Callable[[Draw], object]] = {
@@ -230,6 +231,7 @@ FIELDS: Mapping[str, Callable[[Draw], object]] = {
     "data": lambda draw: b"a" + draw.bytes(16),
     "reason": lambda draw: "forged",
     "address": lambda draw: "inproc://nowhere",
+    "again": lambda draw: bool(draw.byte() % 2),
     "parked": lambda draw: bool(draw.byte() % 2),
     "ready": lambda draw: bool(draw.byte() % 2),
     "ok": lambda draw: (None, True, False)[draw.byte() % 3],
@@ -242,7 +244,7 @@ OPTIONAL: Mapping[type[f.Frame], str] = {f.Expect: "stop", f.ChunkReady: "lease"
 KINDS: tuple[type[f.Frame], ...] = (
     f.Heartbeat, f.Expect, f.Expected, f.StagingRequest, f.Queued, f.Grant, f.Landed, f.ChunkReady, f.Return,
     f.Returned, f.Done, f.Complete, f.Abort, f.AbortAck, f.Drained, f.DrainedAck, f.Vote, f.Decision,
-    f.AuxPart, f.AuxTaken, f.Superseded,
+    f.AuxPart, f.AuxTaken, f.Superseded, f.TablePart, f.TablesTaken,
 )  # fmt: skip
 
 

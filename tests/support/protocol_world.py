@@ -243,7 +243,7 @@ class World:
             self.pages[node.epoch, key] = {}
 
         def awaits() -> None:
-            tables = (WireTable(GROUP, 0, bytes(4)),) if s.exposed else None
+            tables = (WireTable(GROUP, 0, 1, 0, bytes(4)),) if s.exposed else None
             stop = None if s.open_end else s.rows
             node.handle(
                 attempt.keys["decode", node.rank],

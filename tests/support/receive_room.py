@@ -41,7 +41,7 @@ ME = Epoch(bytes([9] * 16))
 P = [Epoch(bytes([r] * 16)) for r in range(3)]
 SPEC = CacheSpec.kv(2, 2, 64, "int8")
 INTAKE = Intake.build(SPEC, [shard(SPEC, tp=2, rank=r) for r in range(2)], shard(SPEC))
-TABLES = (WireTable("all", 0, bytes(8)),)
+TABLES = (WireTable("all", 0, 2, 0, bytes(8)),)
 A, B = Segment(0, 4, 0, 2), Segment(4, 8, 0, 2)
 LEASE = Lease(VirtualOffset(70000), 2048, 65536)
 OTHER_LEASE = Lease(VirtualOffset(75008), 2048, 65536)

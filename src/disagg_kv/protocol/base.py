@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .frames import MAX_AUX, Frame, WirePace, WireTable
+from .frames import MAX_AUX, MAX_TABLE, Frame, WirePace, WireTable
 from .verify import Verify
 
 
@@ -61,7 +61,9 @@ class Options:
         tombstones: ended rooms that an endpoint remembers by id, to refuse a second use and to agree on them with the
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
         parked: ``Expect`` frames that may wait for the engine to open their room.
-            parked_pages: page ids that they may name together.
+        parked_pages: page ids that they may name together.
+        table_part: bytes of page tables in one frame; longer tables cross in several.
+        request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
         linger_s: on wires of 50 GB/s and more an endpoint with open rooms polls every 50 us for this time after an
             event, before it sleeps. A longer time gives faster answers for more of a core.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
@@ -82,6 +84,8 @@ class Options:
     tombstones: int = 4096
     parked: int = 4096
     parked_pages: int = 1 << 24
+    table_part: int = MAX_TABLE
+    request_pages: int = 1 << 22
     linger_s: float = 0.002
     peers: int = 16_384
 
@@ -92,6 +96,8 @@ class Options:
             object.__setattr__(self, one.name, known)
         if self.aux_part > MAX_AUX:
             raise ConfigurationError(f"option aux_part: {self.aux_part} bytes in one frame; at most {MAX_AUX}")
+        if self.table_part > MAX_TABLE:
+            raise ConfigurationError(f"option table_part: {self.table_part} bytes in one frame; at most {MAX_TABLE}")
         if not self.heartbeat_s < self.silence_s:
             raise ConfigurationError(
                 f"options: a peer that beats every {self.heartbeat_s:g} s (heartbeat_s) would be lost after "

@@ -52,9 +52,9 @@ from .frames import (
     WirePace,
     words,
 )
-from .long_aux import LongAux
 from .machine import Machine, ours
 from .outbound import OutboundSegment, OutboundSegments, SegmentStep
+from .parts import Parts
 from .repeater import Repeater
 from .rows import Readiness
 from .tables import SENDING, Sending
@@ -122,7 +122,7 @@ class Flow(Machine[Sending]):
         self._repeat = Repeater(options)
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
-        self._aux = LongAux(options.aux_part)
+        self._aux = Parts(options.aux_part)
         self._stated = False
         self._lost = False
 

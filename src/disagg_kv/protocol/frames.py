@@ -18,7 +18,7 @@ from ..errors import About, RemoteProtocolError
 from ..ids import peer_name
 from .verify import Verify
 
-VERSION = 4
+VERSION = 5
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
@@ -28,7 +28,10 @@ MAX_DESCRIPTOR = 512 * 1024
 """Bytes of a transport's descriptor in ``Hello``."""
 
 MAX_ENTRIES = 65_536
-"""Entries of any list in a frame, and page ids of all tables in one frame."""
+"""Entries of any list in a frame."""
+
+MAX_TABLE = 256 * 1024
+"""Bytes of page tables in one frame: longer ones do not ride in ``Expect`` but follow it, in ``TablePart``."""
 
 MAX_RANKS = 4096
 """Ranks of an instance."""
@@ -118,11 +121,16 @@ class WireSite(Struct, array_like=True, frozen=True, forbid_unknown_fields=True)
 
 
 class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A :class:`~disagg_kv.geometry.PageTable`; ``pages`` are little-endian int32."""
+    """A :class:`~disagg_kv.geometry.PageTable` of ``count`` pages, as :mod:`.page_runs` writes it.
+
+    ``runs``: how many runs ``pages`` has; 0: it has page ids. ``pages`` is empty where they come in ``TablePart``.
+    """
 
     group: Name
     first: U
-    pages: Annotated[bytes, Meta(max_length=4 * MAX_ENTRIES)]
+    count: Annotated[int, Meta(ge=0, le=2**31)]
+    runs: Annotated[int, Meta(ge=0, le=2**31)]
+    pages: Annotated[bytes, Meta(max_length=MAX_TABLE)]
 
 
 class Frame(Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,8 +205,9 @@ class Heartbeat(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=3):
     """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited.
 
-    ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows; ``verify`` says how
-    much it wants compared. ``pace`` is the last one that a prefill rank sent: all of them choose layer groups by it.
+    ``tables`` are there exactly when pages are exposed, whole or to come in ``TablePart``; ``paths`` are those that
+    decode allows; ``verify`` says how much it wants compared. ``pace`` is the last one that a prefill rank sent: all of
+    them choose layer groups by it.
     """
 
     start: U
@@ -357,6 +366,23 @@ class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     address: Name
 
 
+class TablePart(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=23):
+    """Decode -> prefill, after ``Expect``: bytes from ``offset`` on of the ``pages`` of all its tables, in order."""
+
+    offset: U
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_TABLE)]
+
+
+class TablesTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=24):
+    """Answer to ``TablePart``: everything before ``upto`` is there. ``again``: send what follows again.
+
+    It answers ``Expect``, too, and the first part that came out of turn.
+    """
+
+    upto: U
+    again: bool
+
+
 AnyFrame = (
     Hello
     | Refused
@@ -381,6 +407,8 @@ AnyFrame = (
     | AuxPart
     | AuxTaken
     | Superseded
+    | TablePart
+    | TablesTaken
 )
 
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from math import inf
 
+from attrs import evolve
+
 from ..errors import (
     AbortedError,
     About,
@@ -72,10 +74,14 @@ from .frames import (
     Returned,
     RoomFrame,
     StagingRequest,
+    TablePart,
+    TablesTaken,
     WirePace,
 )
 from .inbound import InboundSegment
 from .machine import ours
+from .page_runs import total, without_pages
+from .parts import Parts
 from .tables import Receiving
 from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire
@@ -113,7 +119,7 @@ class ReceiveRoom(DrainingRoom):
             return []
         if self._claim_by < inf and isinstance(event, RoomFrame):
             w = self._writers[Epoch(event.src)]
-            w.opened |= not (isinstance(event, Expected) and event.parked)
+            w.opened |= not (isinstance(event, TablesTaken) or (isinstance(event, Expected) and event.parked))
             self._claim_by = self._claim_by if unopened(self._writers.values()) else inf
         return super().handle(event, now)
 
@@ -157,6 +163,12 @@ class ReceiveRoom(DrainingRoom):
         a = self._awaited
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
+        if a.tables is not None and total(a.tables) > self._options.table_part:
+            data = b"".join(table.pages for table in a.tables)
+            self._awaited = a = evolve(a, tables=without_pages(a.tables))
+            for w in self._writers.values():
+                w.tables = Parts(self._options.table_part)
+                w.tables.put(data)
         for w in self._writers.values():
             self._expect(w, a)
 
@@ -186,6 +198,16 @@ class ReceiveRoom(DrainingRoom):
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
         self._repeat.slow(("expect", w.rank), self._options.silence_s / 2)
+
+    def _on_tables_taken(self, event: TablesTaken) -> None:
+        """A writer has a part of the page tables, or asks for what it lacks: ``Expect`` is repeated meanwhile."""
+        w = self._writer(event)
+        if event.again:
+            w.tables.restart(event.upto)
+        elif w.tables.taken(event.upto):
+            self._repeat.renew(("expect", w.rank), self.now)
+        for offset, data in w.tables.due():
+            self._send(w, TablePart(**self._to(w), offset=offset, data=data))
 
     # Moving.
 

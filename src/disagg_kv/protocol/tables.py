@@ -53,6 +53,7 @@ from .frames import (
     Return,
     Returned,
     StagingRequest,
+    TablesTaken,
 )
 
 
@@ -118,6 +119,7 @@ RECEIVING: Table = _table(
             Introduced: ("introduced", (R.OPENED, R.MOVING)),
             AskAgain: ("ignore", ()),
             Expected: ("ignore", ()),
+            TablesTaken: ("ignore", ()),
             StagingRequest: ("ignore", ()),
             Return: ("ignore", ()),
             ChunkReady: ("ignore", ()),
@@ -134,6 +136,7 @@ RECEIVING: Table = _table(
         R.MOVING: {
             AskAgain: ("ask_again", ()),
             Expected: ("expected", ()),
+            TablesTaken: ("tables_taken", ()),
             StagingRequest: ("request", (R.MOVING, *_FAILS)),
             Return: ("given_back", ()),
             Leased: ("leased", ()),
@@ -152,6 +155,7 @@ RECEIVING: Table = _table(
         R.PLACED: {
             AskAgain: ("ignore", ()),
             Expected: ("ignore", ()),
+            TablesTaken: ("ignore", ()),
             StagingRequest: ("answer_placed", ()),
             Return: ("ignore", ()),
             ChunkReady: ("answer_placed", ()),
@@ -170,6 +174,7 @@ RECEIVING: Table = _table(
             Introduced: ("introduced_late", _FAILS),
             AskAgain: ("ignore", ()),
             Expected: ("ignore", ()),
+            TablesTaken: ("ignore", ()),
             StagingRequest: ("answer_abort", ()),
             Return: ("ignore", ()),
             Leased: ("leased_late", ()),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from ..errors import ConfigurationError, RemoteProtocolError
-from ..geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site
+from ..geometry import CacheSpec, Component, Group, Holding, Plane, Shard, Site
 from ..ids import GroupId, LayerId
 from ..planning import Segment
-from .frames import MAX_ENTRIES, Box, WireComponent, WireHolding, WireSite, WireSpec, WireTable
+from .frames import MAX_ENTRIES, Box, WireComponent, WireHolding, WireSite, WireSpec
 from .runs import (
     check_total,
     layers_from_runs,
@@ -140,25 +138,3 @@ def site_from_wire(wire: WireSite, spec: CacheSpec, shard: Shard) -> Site:
     except ConfigurationError as exc:
         raise RemoteProtocolError(f"a pool that cannot be: {exc}") from exc
     return site
-
-
-def tables_to_wire(tables: Iterable[PageTable]) -> tuple[WireTable, ...]:
-    """Page ids as little-endian int32."""
-    return tuple(WireTable(t.group, t.first, t.pages.astype("<i4").tobytes()) for t in tables)
-
-
-def tables_from_wire(wire: Sequence[WireTable]) -> Mapping[GroupId, PageTable]:
-    """Tables by group; they are checked against the groups when rows are known."""
-    tables: dict[GroupId, PageTable] = {}
-    named = 0
-    for one in wire:
-        named += len(one.pages) // 4
-        if named > MAX_ENTRIES:
-            raise RemoteProtocolError(f"{named} page ids in one frame; at most {MAX_ENTRIES} are allowed")
-        if len(one.pages) % 4 or one.group in tables:
-            raise RemoteProtocolError(f"page table of group {one.group!r}: {len(one.pages)} bytes, or given twice")
-        try:
-            tables[GroupId(one.group)] = PageTable(GroupId(one.group), np.frombuffer(one.pages, "<i4"), one.first)
-        except ConfigurationError as exc:
-            raise RemoteProtocolError(f"page table of group {one.group!r}: {exc}") from exc
-    return tables

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from attrs import define, field
 
 from ..ids import Epoch, Rank
 from .base import Awaited
-from .frames import AuxPart, Done
+from .frames import MAX_TABLE, AuxPart, Done
+from .parts import Parts
 
 
 @define
@@ -26,6 +28,7 @@ class Writer:
         arrived: segments that it has announced.
         aux: the aux data that has come in parts.
         aux_total: bytes of the aux data that comes in parts; 0: none does.
+        tables: what is sent to it of the page tables, where they come in parts.
     """
 
     epoch: Epoch
@@ -39,6 +42,7 @@ class Writer:
     arrived: int = 0
     aux: bytearray = field(factory=bytearray)
     aux_total: int = 0
+    tables: Parts = field(factory=partial(Parts, MAX_TABLE))
 
     def take(self, part: AuxPart, most: int) -> str | None:
         """Add a part of its aux data, if it is the next one; returns what is wrong with the part.

@@ -24,7 +24,6 @@ from disagg_kv.endpoints import (
     Receiver,
     RecoveringReceiver,
 )
-from disagg_kv.endpoints.decode import rooms as decode
 from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
 from disagg_kv.endpoints.runtime.handshake import check_instance
 from disagg_kv.endpoints.runtime.process_monitor import ProcessMonitor
@@ -123,7 +122,7 @@ def test_pages_of_a_peer_that_registered_none_of_them() -> None:
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("first", prefills, decodes, 8).start().landed()
     delivery = prefills[0].endpoint.open(RoomId(b"room"))
-    tables = (WireTable("kv", 0, bytes(4)),)
+    tables = (WireTable("kv", 0, 1, 0, bytes(4)),)
     expect = Expect(
         **forged(prefills, decodes, RoomId(b"room")), start=0, stop=4, paths=("slice",), tables=tables, tag=b""
     )
@@ -416,23 +415,23 @@ def test_an_endpoint_tells_of_as_many_arrivals_as_it_was_told(recovering: bool) 
 
 
 @pytest.mark.parametrize(("path", "ends"), [("auto", Phase.DONE), ("slice", Phase.FAILED)])
-def test_more_pages_than_a_frame_can_name_are_not_exposed(
-    path: str, ends: Phase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_more_pages_than_a_request_may_name_are_not_exposed(
+    path: str, ends: Phase, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such a request goes through staging, and its report says why; where that is not allowed, the error does.
 
     The log says it once, and a counter counts every such room.
     """
-    monkeypatch.setattr(decode, "MAX_TABLES", 4)
-    rig = Rig(SPEC)
+    rig = Rig(SPEC, options=Options(request_pages=1))
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy=path)
     request = rig.request("room", prefills, rig.decode(tp_shards(SPEC, 1), strategy=path), 100).start()
     request.released()
     assert [handle.phase for handle in request.handles] == [ends, ends]
     assert request.sends[0].report.path == "staged" or isinstance(request.receives[0].error, OversizeError)
-    assert request.receives[0].report.reason == "staged: 25 pages are more than the 1 that a frame can name"
+    why = "25 pages are more than the 1 that a request may name (request_pages)"
+    assert request.receives[0].report.reason == f"staged: {why}"
     rig.request("another", prefills, rig.decodes, 100).start().released()
-    assert caplog.text.count("25 pages are more than the 1 that a frame can name") == 1
+    assert caplog.text.count(why) == 1
     assert rig.decodes[0].observer.counters["rooms.too_many_pages"] == 2
     rig.quiet()
 

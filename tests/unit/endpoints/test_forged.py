@@ -210,7 +210,7 @@ class TestPages:
     ) -> None:
         scene = Scene(path)
         delivery = scene.prefills[0].endpoint.open(RoomId(b"exposed"))
-        table = f.WireTable("kv", first, np.array(pages, "<i4").tobytes())
+        table = f.WireTable("kv", first, len(pages), 0, np.array(pages, "<i4").tobytes())
         expect = {"start": 0, "stop": ROWS, "paths": (path,), "tables": (table,), "tag": b""}
         scene.from_decode(f.Expect, room=b"exposed", **expect)
         scene.rig.wait(0.1)

@@ -56,11 +56,12 @@ from disagg_kv.protocol.frames import (
     Return,
     Returned,
     StagingRequest,
+    TablesTaken,
 )
 from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.tables import Table
 
-TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, AuxPart, Done, Abort, Drained}
+TO_DECODE = {Expected, TablesTaken, StagingRequest, Return, ChunkReady, AuxPart, Done, Abort, Drained}
 TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, AuxTaken, Complete, Abort, AbortAck, DrainedAck}
 HERE = {Lost, Gone, Cancel, Tick}
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from disagg_kv.errors import RemoteProtocolError
-from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Shard, Site, shard, stages
+from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Shard, Site, shard, stages
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import wire as w
-from disagg_kv.protocol.frames import WireComponent, WireSite, WireTable
+from disagg_kv.protocol.frames import WireComponent, WireSite
 
 KV = CacheSpec.kv(4, 8, 16, "bfloat16", v_head_dim=8, v_dtype="int8", model=b"m")
 MIXED = CacheSpec(
@@ -91,22 +90,3 @@ def test_a_pool_whose_planes_leave_their_buffers_is_the_peers_error(change: dict
     there: WireSite = msgspec.structs.replace(w.site_to_wire(site(KV, mine)), **change)
     with pytest.raises(RemoteProtocolError, match="a pool that cannot be"):
         w.site_from_wire(there, KV, mine)
-
-
-def test_page_tables_come_back_as_they_went() -> None:
-    table = PageTable(GroupId("all"), np.array([5, 3, 8], np.int32), 4)
-    assert dict(w.tables_from_wire(w.tables_to_wire([table]))) == {GroupId("all"): table}
-
-
-@pytest.mark.parametrize(
-    "tables",
-    [
-        (WireTable("all", 0, bytes(3)),),
-        (WireTable("all", 0, bytes(4)), WireTable("all", 0, bytes(4))),
-        (WireTable("all", 0, b"\xff\xff\xff\xff"),),
-    ],
-    ids=["not whole", "twice", "negative"],
-)
-def test_a_page_table_that_cannot_be_is_the_peers_error(tables: tuple[WireTable, ...]) -> None:
-    with pytest.raises(RemoteProtocolError, match="group 'all'"):
-        w.tables_from_wire(tables)

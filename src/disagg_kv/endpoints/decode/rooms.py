@@ -13,7 +13,6 @@ from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
 from ...planning import InstancePlans, Segment
 from ...protocol import (
-    MAX_ENTRIES,
     AskAgain,
     Awaited,
     Cancel,
@@ -55,8 +54,8 @@ from ...protocol.frames import (
     WirePace,
 )
 from ...protocol.machine import ours
+from ...protocol.page_runs import tables_to_wire
 from ...protocol.timers import Timers
-from ...protocol.wire import tables_to_wire
 from ...rendezvous import Source
 from ...staging import GrantQueue, Lease
 from ...strategies import TransferPlanner
@@ -84,9 +83,6 @@ log = logging.getLogger("disagg_kv")
 
 TICK_S = 0.02
 """Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
-
-MAX_TABLES = 4 * MAX_ENTRIES
-"""Most bytes of page ids in one ``Expect``; a request with more pages does not expose them."""
 
 PEER_QUARANTINE = 0.25
 ALL_QUARANTINE = 0.5
@@ -212,14 +208,14 @@ class DecodeSide:
             self._publish(room)
 
     def _await(self, room: DecodeRoom, wanted: CheckedExpectation) -> None:
-        named = 4 * sum(len(t.pages) for t in wanted.tables.values())
-        exposed = self._exposed and named <= MAX_TABLES
+        named, most = sum(len(t.pages) for t in wanted.tables.values()), self._loop.options.request_pages
+        exposed = self._exposed and named <= most
         if self._exposed and not exposed:
             self._loop.observer.count("rooms.too_many_pages")
             self._note_pages(room, named)
         paths = tuple(p.name for p in self._paths.values() if exposed or not p.exposes_pages)
         if not paths:
-            self._handle(room, Cancel(OversizeError("the page ids that one frame can name", named, MAX_TABLES)))
+            self._handle(room, Cancel(OversizeError("the page ids that a request may name", named, most)))
             return
         tables = tables_to_wire(wanted.tables.values()) if exposed else None
         aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
@@ -227,8 +223,9 @@ class DecodeSide:
         self._handle(room, Awaited(*rows, paths, tables, self._verify, aux_bytes, wanted.least))
 
     def _note_pages(self, room: DecodeRoom, named: int) -> None:
-        """Note in the report, and once in the log, that a room has more pages than a frame can name."""
-        pages = f"{named // 4} pages are more than the {MAX_TABLES // 4} that a frame can name"
+        """Note in the report, and once in the log, that a room has more pages than a request may name."""
+        most = self._loop.options.request_pages
+        pages = f"{named} pages are more than the {most} that a request may name (request_pages)"
         room.handle.report.reason = f"staged: {pages}"
         if not self._noted_pages:
             self._noted_pages = True

@@ -1,15 +1,41 @@
-"""Expectations that came before the engine opened their room."""
+"""Expectations that came before the engine opened their room, or whose page tables are still to come."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
+from attrs import define, field
+from msgspec import structs
+
+from ...errors import RemoteProtocolError
 from ...ids import Epoch, RoomId
 from ...protocol import Options
-from ...protocol.frames import Expect
+from ...protocol.frames import Expect, TablePart
+from ...protocol.page_runs import named, total, whole, with_pages
 
 SHARE = 4
 """While several peers are known, each takes at most one in this number of places."""
+
+
+@define(eq=False)
+class _Early:
+    """What a peer awaits. ``data``: what came of its page tables in parts; ``gap``: where a part was missing."""
+
+    expect: Expect
+    until: float
+    size: int
+    data: bytearray = field(factory=bytearray)
+    gap: int = -1
+
+    @property
+    def missing(self) -> bool:
+        return len(self.data) < self.size
+
+    def whole(self) -> Expect:
+        """With all of its page tables."""
+        if not self.size:
+            return self.expect
+        return structs.replace(self.expect, tables=with_pages(self.expect.tables or (), bytes(self.data)))
 
 
 class EarlyArrivals:
@@ -21,7 +47,7 @@ class EarlyArrivals:
     def __init__(self, options: Options) -> None:
         self._options = options
         # Each waits equally long, and one that comes again goes to the end: in the order in which they expire.
-        self._waiting: OrderedDict[tuple[RoomId, Epoch], tuple[Expect, float]] = OrderedDict()
+        self._waiting: OrderedDict[tuple[RoomId, Epoch], _Early] = OrderedDict()
         self._by_room: dict[RoomId, dict[Epoch, None]] = {}
         self._pages = 0
         self._held: Counter[Epoch] = Counter()
@@ -33,24 +59,31 @@ class EarlyArrivals:
     def __contains__(self, key: object) -> bool:
         return key in self._waiting
 
-    def add(self, expect: Expect, until: float, *, alone: bool) -> bool:
+    def add(self, expect: Expect, until: float, *, alone: bool, opened: bool = False) -> bool:
         """Keep it, in place of its sender's earlier one for the room; False: there is no space for it.
+
+        If it is the earlier one again, it keeps the page tables that have come.
 
         Args:
             expect: what a peer awaits.
             until: when it is forgotten; later than all that were added before.
             alone: no other peer is known.
+            opened: it waits only for its page tables; the number of such is that of open rooms.
         """
         room, peer = RoomId(expect.room), Epoch(expect.src)
-        self.pop(room, peer)
+        before = self._pop(room, peer)
         most, most_pages, pages = self._options.parked, self._options.parked_pages, _pages(expect)
-        if len(self._waiting) >= most or self._pages + pages > most_pages:
+        if (len(self._waiting) >= most and not opened) or self._pages + pages > most_pages:
             return False
         # The first of a peer may be large.
         held, share = self._held[peer], 1 if alone else SHARE
-        if held and (held >= max(1, most // share) or self._held_pages[peer] + pages > most_pages // share):
+        many = held >= max(1, most // share) and not opened
+        if held and (many or self._held_pages[peer] + pages > most_pages // share):
             return False
-        self._waiting[room, peer] = (expect, until)
+        early = _Early(expect, until, 0 if whole(expect.tables or ()) else total(expect.tables or ()))
+        if before is not None and before.expect == expect:
+            early.data = before.data
+        self._waiting[room, peer] = early
         self._by_room.setdefault(room, {})[peer] = None
         self._count(expect, 1)
         return True
@@ -63,8 +96,39 @@ class EarlyArrivals:
         if not self._held[peer]:
             del self._held[peer], self._held_pages[peer]
 
+    def lacks(self, room: RoomId, peer: Epoch) -> int | None:
+        """From which byte on the page tables of what a peer awaits are still to come; None: none are."""
+        found = self._waiting.get((room, peer))
+        return len(found.data) if found is not None and found.missing else None
+
+    def put(self, part: TablePart) -> tuple[int, bool] | None:
+        """Add a part of page tables, if it is the next one; None: none are awaited.
+
+        Returns how many bytes are there, and whether this shows, for the first time, that the part after them was lost.
+
+        Raises:
+            RemoteProtocolError: it has bytes that follow no others, or come after the last.
+        """
+        found = self._waiting.get((RoomId(part.room), Epoch(part.src)))
+        if found is None or found.expect.generation != part.generation or not found.size:
+            return None
+        there, end = len(found.data), part.offset + len(part.data)
+        if end > found.size or part.offset < there < end:
+            of = f"bytes {part.offset}-{end} of {found.size} of page tables, after {there}"
+            raise RemoteProtocolError(f"the peer sent {of}")
+        if part.offset == there:
+            found.data += part.data
+        lost = part.offset > there != found.gap
+        if lost:
+            found.gap = there
+        return len(found.data), lost
+
     def pop(self, room: RoomId, peer: Epoch) -> Expect | None:
-        """Take out what a peer awaits of a room."""
+        """Take out what a peer awaits of a room, whole or not."""
+        found = self._pop(room, peer)
+        return None if found is None else found.expect
+
+    def _pop(self, room: RoomId, peer: Epoch) -> _Early | None:
         found = self._waiting.pop((room, peer), None)
         if found is None:
             return None
@@ -72,26 +136,27 @@ class EarlyArrivals:
         del of_room[peer]
         if not of_room:
             del self._by_room[room]
-        self._count(found[0], -1)
-        return found[0]
+        self._count(found.expect, -1)
+        return found
 
     def take(self, room: RoomId) -> list[Expect]:
-        """Take out everything about a room, in the order in which it came."""
-        found = [self.pop(room, peer) for peer in list(self._by_room.get(room, ()))]
-        return [expect for expect in found if expect is not None]
+        """Take out everything about a room that is whole, in the order in which it came."""
+        ready = [peer for peer in self._by_room.get(room, ()) if self.lacks(room, peer) is None]
+        found = [self._pop(room, peer) for peer in ready]
+        return [early.whole() for early in found if early is not None]
 
     def expire(self, now: float) -> None:
         """Forget what has waited for too long."""
         while self._waiting:
-            key, (_, until) = next(iter(self._waiting.items()))
-            if until > now:
+            key, early = next(iter(self._waiting.items()))
+            if early.until > now:
                 return
-            self.pop(*key)
+            self._pop(*key)
 
     def next_at(self) -> float | None:
         """When the next one is forgotten; None: none waits."""
-        return next(iter(self._waiting.values()))[1] if self._waiting else None
+        return next(iter(self._waiting.values())).until if self._waiting else None
 
 
 def _pages(expect: Expect) -> int:
-    return sum(len(table.pages) // 4 for table in expect.tables or ())
+    return named(expect.tables or ())

@@ -119,7 +119,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
             throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
             mapping = loop.connections.mapping
-            router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping)
+            pages = loop.options.request_pages
+            router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping, pages)
             self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
             return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 

@@ -35,8 +35,9 @@ from ...protocol import (
 from ...protocol.agreement import USED_TWICE
 from ...protocol.base import tags_differ
 from ...protocol.flow import room_head
-from ...protocol.frames import Abort, Drained, Expect, Expected, words
+from ...protocol.frames import Abort, Drained, Expect, Expected, TablePart, words
 from ...protocol.machine import ours
+from ...protocol.page_runs import check_tables, whole
 from ...protocol.tables import Sending
 from ...protocol.timers import Timers
 from ...transports import Settled, WriteEnded
@@ -47,6 +48,7 @@ from ..runtime.handle import ChangeQueue, HostEvent
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.silence import Silences
 from ..runtime.spans import room_span
+from .answers import EarlyAnswers
 from .early import EarlyArrivals
 from .ended_early import EndedEarly
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
@@ -78,6 +80,7 @@ class PrefillSide:
         self._throughput = throughput
         self.transfers = transfers
         self._early = EarlyArrivals(loop.options)
+        self._answers = EarlyAnswers(loop, self._early)
         self._ended_early = EndedEarly(loop.options)
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
@@ -237,7 +240,9 @@ class PrefillSide:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         epoch = Epoch(frame.src)
         room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
-        if room is not None:
+        if isinstance(frame, TablePart):
+            self._on_table_part(frame)
+        elif room is not None:
             try:
                 self._apply(room, room.machine.handle(epoch, frame, self._loop.now))
             except RemoteProtocolError as exc:
@@ -253,7 +258,6 @@ class PrefillSide:
 
     def _on_expect(self, frame: Expect, *, parked: bool = False) -> None:
         loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
-        head = room_head(loop.me.epoch, epoch, name, Generation(frame.generation))
         ended = loop.tombstones.outcome(epoch, Generation(frame.generation))
         if ended is RoomOutcome.EVICTED:
             # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
@@ -263,24 +267,64 @@ class PrefillSide:
         if room is not None and tags_differ(frame.tag, room.tag):
             # Another instance means another request: it ends there alone.
             loop.observer.count("frames.other_tag")
-            loop.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
-            loop.send(Send(epoch, Abort(**head, reason="another tag", tag=room.tag)))
+            self._answers.refuse(frame, "another tag", room.tag)
             return
         if ended is not None:
             reason = reason or "the room has ended"
         elif room is not None:
             reason = USED_TWICE if epoch in room.machine.flows else None
         if reason is not None:
-            loop.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
-            loop.send(Send(epoch, Abort(**head, reason=reason)))
+            self._early.pop(name, epoch)
+            self._answers.refuse(frame, reason)
             return
-        if room is not None and not room.machine.released:
+        try:
+            check_tables(frame.tables or (), loop.options.request_pages)
+        except RemoteProtocolError as exc:
+            self._refuse(frame, exc)
+            return
+        opened = room is not None and not room.machine.released
+        if room is not None and opened and whole(frame.tables or ()):
             self._begin(room, frame)
-        elif self._early.add(frame, loop.now + loop.options.silence_s, alone=len(loop.remotes) == 1):
-            loop.send(Send(epoch, Expected(**head, parked=True)))
-            loop.siblings.point_on(epoch)
         else:
-            loop.observer.count("frames.not_parked")
+            self._answers.park(frame, opened=opened)
+
+    def _on_table_part(self, frame: TablePart) -> None:
+        """A part of page tables: with the last one a decode rank's expectation is whole."""
+        name, epoch = RoomId(frame.room), Epoch(frame.src)
+        try:
+            if not self._answers.take_part(frame):
+                return
+        except RemoteProtocolError as exc:
+            expect = self._early.pop(name, epoch)
+            assert expect is not None
+            self._refuse(expect, exc)
+            return
+        room = self._newest.get(name)
+        if room is None or room.machine.released:
+            self._answers.waits(frame)
+            return
+        for expect in self._early.take(name):
+            self._on_expect(expect, parked=True)
+
+    def _refuse(self, frame: Expect, error: RemoteProtocolError) -> None:
+        """A decode rank awaits what cannot be: its room ends, and ours, if it may have that."""
+        loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
+        error, room, remote = self._answers.blame(frame, error), self._newest.get(name), loop.remotes.get(epoch)
+        self._early.pop(name, epoch)
+        if room is None or room.machine.released or remote is None or tags_differ(frame.tag, room.tag):
+            self._answers.refuse(frame, error)
+        elif (other := taken(tuple(room.routes.values()), remote)) is not None:
+            self._answers.refuse(frame, other)
+        else:
+            generation = self._join(room, frame)
+            self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
+
+    def _join(self, room: PrefillRoom, frame: Expect) -> Generation:
+        """From now on a decode rank's frames about a room are the room's."""
+        epoch = Epoch(frame.src)
+        self._flows[room.key.room, epoch, frame.generation] = room
+        self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
+        return Generation(frame.generation)
 
     def _on_abort(self, frame: Abort) -> None:
         loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
@@ -313,16 +357,12 @@ class PrefillSide:
         if remote is None:
             loop.observer.count("frames.unknown_peer")
             return
-        generation = Generation(frame.generation)
-        head = room_head(loop.me.epoch, epoch, name, generation)
         other = taken(tuple(room.routes.values()), remote)
         if other is not None:
-            # Remembered, or its answer would be taken for a word about the room that the others have.
-            loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
-            loop.send(Send(epoch, Abort(**head, reason=other)))
+            self._answers.refuse(frame, other)
             return
-        self._flows[(name, epoch, frame.generation)] = room
-        self._silences.watch(epoch, room.key, room.silence_s, loop.now)
+        generation = self._join(room, frame)
+        head = room_head(loop.me.epoch, epoch, name, generation)
         loop.send(Send(epoch, Expected(**head, parked=False)))
         try:
             route, plan = self._router.find(

@@ -33,7 +33,7 @@ from ...planning import (
 )
 from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
-from ...protocol.wire import tables_from_wire
+from ...protocol.page_runs import tables_from_wire
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
@@ -88,6 +88,7 @@ class Router:
         schedule: when rows cross.
         pace: how fast this rank is; None: nothing was measured yet.
         mapping: the pool of a decode rank, as it is mapped here.
+        request_pages: see :class:`~disagg_kv.protocol.Options`.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class Router:
         paths: Iterable[TransferPlanner],
         pace: Callable[[], Pace | None],
         mapping: Callable[[Epoch], Mapping],
+        request_pages: int,
     ) -> None:
         self._mapping = mapping
+        self._request_pages = request_pages
         self._me = me
         self._pools = pools
         self._strategy = strategy
@@ -163,7 +166,7 @@ class Router:
         path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request)
         if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
-        tables = {} if frame.tables is None else tables_from_wire(frame.tables)
+        tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         ring = RegionId(hello.ring_region)
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables

@@ -409,6 +409,7 @@ def _options(seed: int, rng: random.Random) -> Options:
         tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
         parked=rng.choice((1, 64)),
         aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
+        table_part=random.Random(f"tables {seed}").choice((4, 10, 64, 1024)),
     )
 
 

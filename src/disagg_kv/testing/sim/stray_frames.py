@@ -34,6 +34,7 @@ from ...protocol.frames import (
     Returned,
     RoomFrame,
     StagingRequest,
+    TablesTaken,
 )
 from ...protocol.receive_room import ReceiveRoom
 from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
@@ -71,6 +72,7 @@ SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
     Done: {"stop": 1, "segments": 0, "aux": None},
     AuxPart: {"offset": 0, "total": 1, "data": b"a"},
     AuxTaken: {"upto": 1},
+    TablesTaken: {"upto": 1, "again": True},
     Return: {"segment": BOX, "ask": 0},
     Returned: {"segment": BOX, "ask": 0},
     Queued: {"segment": BOX},

@@ -1,4 +1,4 @@
-"""Aux data that do not ride in ``Done``: they are sent in parts, a few at a time."""
+"""Data that are too long for one frame: they are sent in parts, a few at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ AHEAD = 8
 """Parts that may be in flight at a time."""
 
 
-class LongAux:
-    """The parts of some aux data, by their offsets.
+class Parts:
+    """The parts of some data, by their offsets.
 
     Args:
         part: bytes of a part; data that are not longer count as none.
@@ -40,11 +40,16 @@ class LongAux:
 
     def taken(self, upto: int) -> range:
         """Note that the peer has taken the bytes before ``upto``; returns the parts that this is new for."""
-        size, most = self._part, len(self.data)
-        end = upto if upto == most else upto // size * size
-        if not self._taken < end <= upto <= most:
+        if not self._taken < (end := self._end(upto)) <= upto <= len(self.data):
             return range(0)
-        new = range(self._taken, end, size)
+        new = range(self._taken, end, self._part)
         self._taken = end
         self._sent = max(self._sent, end)
         return new
+
+    def restart(self, upto: int) -> None:
+        """The peer has only the bytes before ``upto``: what follows is due again."""
+        self._taken = self._sent = min(self._end(upto), len(self.data))
+
+    def _end(self, upto: int) -> int:
+        return upto if upto == len(self.data) else upto // self._part * self._part

@@ -1,0 +1,273 @@
+"""Where the host's time of a prepared copy goes that an engine's thread launches; prints one JSON document.
+
+Each part of a launch is timed on the thread that launches: hot, after a sleep (cold), and beside another thread that
+computes in Python. ``direct`` launches the same kernel by the driver's own call, with arguments that are packed when
+the copy is prepared, and without giving the interpreter away. Medians and 95th percentiles, in microseconds.
+
+    python -m benchmarks.gpu_launch
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from disagg_kv.bench.machine import installed
+from disagg_kv.endpoints.prefill.armed import Armed, ArmedCopies, EngineLaunches
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.ids import GroupId, LayerId
+from disagg_kv.kernels import PageMove, Pages, TritonKernels
+from disagg_kv.kernels.triton_copy_launch import CopyLauncher
+from disagg_kv.kernels.triton_kernels import ELEMENTS
+from disagg_kv.kernels.triton_launch import behind
+from disagg_kv.memory import PagedPool
+from disagg_kv.planning import PageCopy, StagedLayout
+
+from .gpu_kernels import _said
+
+TIMES, COLD, SLEEP_S, LAYERS, ROWS = 300, 100, 0.005, 32, 1024
+KV, DEVICE = GroupId("kv"), "cuda:0"
+
+
+class Clock:
+    """Notes when each part ends."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[int]] = {}
+        self._at = 0
+
+    def begin(self) -> None:
+        """Of a launch."""
+        self._at = time.perf_counter_ns()
+
+    def end(self, part: str) -> None:
+        """Of a part; what this takes itself is in the next one."""
+        now = time.perf_counter_ns()
+        self.parts.setdefault(part, []).append(now - self._at)
+        self._at = time.perf_counter_ns()
+
+    def report(self) -> dict[str, dict[str, float]]:
+        """All parts, and their sum."""
+        columns = {name: np.array(values) / 1e3 for name, values in self.parts.items()}
+        if len(columns) > 1:
+            columns["sum"] = np.sum(list(columns.values()), axis=0)
+        return {name: _percentiles(values) for name, values in columns.items()}
+
+
+def _percentiles(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
+    return {f"p{p}": round(float(np.percentile(values, p)), 1) for p in (50, 95)}
+
+
+class Scene:
+    """One copy of a request's rows between two pools of one GPU."""
+
+    def __init__(self) -> None:
+        spec = CacheSpec.kv(LAYERS, 8, 128, "bfloat16")
+        pools = [PagedPool.allocate(spec, shard(spec), pages=128, page_size=16, device=DEVICE) for _ in "ab"]
+        pages = np.random.default_rng(0).permutation(128)[: ROWS // 16].astype(np.int32)
+        number = np.arange(2 * LAYERS, dtype=np.int32)
+        none = np.zeros(len(number), np.int64)
+        sizes = np.full(len(number), ROWS * 8 * 256, np.int64)
+        layout = StagedLayout(
+            number, 0 * number, 0 * number + 8, none, none + ROWS, np.cumsum(sizes) - sizes, int(sizes.sum())
+        )
+        ends = [Pages(pool, {KV: PageTable(KV, pages)}) for pool in pools]
+        self.moves = [PageMove(PageCopy(layout, layout), *ends)]
+        self.launcher = CopyLauncher(32)
+        self.launcher.warm(self.moves[0])
+        self.engine = torch.cuda.Stream()
+        self.pools = pools
+
+    def ready(self) -> torch.cuda.Event:
+        """The engine's event of some rows."""
+        event = torch.cuda.Event()
+        event.record(self.engine)
+        return event
+
+
+def in_parts(scene: Scene, clock: Clock) -> Callable[[], None]:
+    """As :meth:`CopyLauncher._enqueue_kept` does, part by part."""
+    launcher = scene.launcher
+    context = launcher._context(DEVICE)
+
+    def launch() -> None:
+        call = launcher._write(context, scene.moves, context.slots.spare)
+        assert call is not None
+        context.slots.prepared(1)
+        after = scene.ready()
+        pause()
+        clock.begin()
+        assert not torch.cuda.is_current_stream_capturing()
+        clock.end("is the stream captured")
+        context.slots.prepared(-1)
+        call.stream = context.stream()
+        clock.end("choose a stream")
+        for pool in scene.pools:
+            context.tables.of(pool, call.stream)
+        clock.end("look up the pools' tables")
+        on, queue = call.stream.cuda_stream, context.queue
+        constants = call.shape.aligned, call.shape.pieces, call.shape.columns
+        compiled = context.compiled[constants]
+        args = *call.counts, ELEMENTS[call.shape.element_bytes], *constants
+        clock.end("look up the kernel, build its arguments")
+        queue.__enter__()
+        clock.end("push the context")
+        call.upload()
+        clock.end("upload the call's table")
+        behind(queue, on, after)
+        clock.end("wait for the engine's event")
+        grid = call.programs, 1, 1, on, compiled.function, compiled.packed_metadata
+        compiled.run(*grid, None, None, None, *[one.data_ptr() for one in call.tables], *args)
+        clock.end("Triton's launcher")
+        mark = queue.record(on)
+        clock.end("record the end")
+        queue.__exit__()
+        clock.end("pop the context")
+        context.slots.give(call.slot, mark)
+        clock.end("give the slot back")
+        mark.synchronize()
+
+    return launch
+
+
+def direct(scene: Scene, clock: Clock) -> Callable[[], None]:
+    """The driver's own call, which keeps the interpreter, with arguments that were packed before."""
+    launcher = scene.launcher
+    context = launcher._context(DEVICE)
+    quick = ctypes.PyDLL("libcuda.so.1")
+    quick.cuLaunchKernel.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 7 + [ctypes.c_void_p] * 3
+
+    def launch() -> None:
+        call = launcher._write(context, scene.moves, context.slots.spare)
+        assert call is not None
+        constants = call.shape.aligned, call.shape.pieces, call.shape.columns
+        compiled = context.compiled[constants]
+        meta = compiled.metadata  # type: ignore[attr-defined]
+        with context.queue:
+            call.upload()
+        values = [
+            ctypes.c_void_p(call.slot.addr),
+            *map(ctypes.c_int32, call.counts),
+            ctypes.c_void_p(0),
+            ctypes.c_void_p(0),
+        ]
+        params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
+        call.stream.synchronize()
+        after = scene.ready()
+        queue, function, threads, shared = context.queue, compiled.function, 32 * meta.num_warps, meta.shared
+        pause()
+        clock.begin()
+        assert not torch.cuda.is_current_stream_capturing()
+        on = call.stream.cuda_stream
+        queue.__enter__()
+        clock.end("push the context")
+        behind(queue, on, after)
+        clock.end("wait for the engine's event")
+        status = quick.cuLaunchKernel(function, call.programs, 1, 1, threads, 1, 1, shared, on, params, None)
+        assert status == 0, status
+        clock.end("cuLaunchKernel")
+        mark = queue.record(on)
+        queue.__exit__()
+        clock.end("record the end, pop the context")
+        context.slots.give(call.slot, mark)
+        mark.synchronize()
+
+    return launch
+
+
+def whole(scene: Scene, clock: Clock) -> Callable[[], None]:
+    """What the engine's call does: :meth:`EngineLaunches.launch`."""
+    kernels = TritonKernels()
+    engine = EngineLaunches(kernels, time.perf_counter)
+    layers = frozenset(map(LayerId, range(LAYERS)))
+
+    def launch() -> None:
+        prepared = scene.launcher.prepare(scene.moves)
+        assert prepared is not None
+        armed = Armed(layers, prepared.launch)
+        calls = [ArmedCopies(lambda: False, (armed,))]
+        events = dict.fromkeys(layers, scene.ready())
+        pause()
+        clock.begin()
+        assert engine.launch(calls, events)
+        clock.end("EngineLaunches.launch")
+        assert armed.launched is not None
+        assert armed.launched.error is None
+        assert armed.launched.event is not None
+        armed.settle()
+        armed.launched.event.synchronize()
+
+    return launch
+
+
+pause: Callable[[], None] = lambda: None  # noqa: E731
+
+
+def beside(work: str) -> Callable[[], None]:
+    """Start what runs beside the launches; returns what ends it."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(200))
+
+    def wakes() -> None:
+        while not over.is_set():
+            time.sleep(50e-6)
+            sum(range(1000))
+
+    if work == "alone":
+        return over.set
+    thread = threading.Thread(target={"a computing thread": compute, "a thread that wakes": wakes}[work])
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
+    return end
+
+
+def main() -> None:
+    """Measure."""
+    global pause
+    parser = argparse.ArgumentParser(description="the parts of a launch")
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    given = parser.parse_args()
+    scene, cases = Scene(), []
+    for name, make in (("whole", whole), ("in parts", in_parts), ("direct", direct)):
+        for work in ("alone", "a thread that wakes", "a computing thread"):
+            for cold in (False, True):
+                pause = (lambda: time.sleep(SLEEP_S)) if cold else (lambda: None)
+                one, end = make(scene, Clock()), beside(work)
+                for _ in range(10):
+                    one()
+                clock = Clock()
+                one = make(scene, clock)
+                for _ in range(COLD if cold or work != "alone" else TIMES):
+                    one()
+                end()
+                cases.append({"what": name, "beside": work, "cold": cold, "us": clock.report()})
+    document = {
+        "command": "python -m benchmarks.gpu_launch",
+        "commit": given.commit or _said("git", "rev-parse", "HEAD"),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {name: installed(name) for name in ("torch", "triton")},
+        "switch_interval_ms": 1e3 * sys.getswitchinterval(),
+        "cases": cases,
+    }
+    json.dump(document, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()
