@@ -11,7 +11,18 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import EmulatedWire, InprocTransport, PeerEvent, Settled, ShmTransport, WriteEnded, emulate
+from disagg_kv.transports import (
+    EmulatedWire,
+    InprocTransport,
+    PeerEvent,
+    Settled,
+    ShmTransport,
+    Transport,
+    WriteEnded,
+    combine,
+    emulate,
+    transport,
+)
 
 
 def faultless_inproc() -> FaultyTransport:
@@ -27,6 +38,16 @@ def faultless_shm() -> FaultyTransport:
 def emulated_shm() -> EmulatedWire:
     """A wire of a gigabyte a second, 50 us long."""
     return emulate(ShmTransport(), 1e9, 5e-5)
+
+
+def inproc_or_shm() -> Transport:
+    """A lane that reaches its own process, and one that reaches others."""
+    return combine([InprocTransport(), ShmTransport()])
+
+
+def shm_or_nixl() -> Transport:
+    """Shared memory first, and NIXL for those that it does not reach."""
+    return combine([ShmTransport(), transport("nixl")])
 
 
 class SlowTransport(FaultyTransport):

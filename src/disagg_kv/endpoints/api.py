@@ -41,6 +41,7 @@ class Report:
     Args:
         path: name of the path; on prefill the last choice, on decode the path of the bytes that arrived.
         reason: why that path was chosen.
+        lane: on prefill, the transport that carries the bytes to the decode rank of the last choice.
         groups: number of layer groups of the last chunk; 0: not decided yet.
         schedule: why that number was chosen.
         nbytes: bytes written to peers, or placed in the pages of this rank.
@@ -57,6 +58,7 @@ class Report:
 
     path: str = ""
     reason: str = ""
+    lane: str = ""
     groups: int = 0
     schedule: str = ""
     nbytes: int = 0
@@ -107,6 +109,9 @@ class PeerInfo:
             such a room count. On prefill, bytes of pages of failed rooms that writes to the peer may still read.
         slot_bytes: on prefill, bytes of staging slots of failed rooms that writes to the peer may still read.
         rooms: the failed rooms that wait for evidence about the peer.
+        lane: the transport over which this side reaches the peer; "": it does not, as with ranks of its own instance.
+            The peer chooses for itself over which one it writes.
+        lane_reason: why that one, where the endpoint has several.
     """
 
     instance: str
@@ -121,6 +126,8 @@ class PeerInfo:
     page_bytes: int = 0
     slot_bytes: int = 0
     rooms: tuple[RoomId, ...] = ()
+    lane: str = ""
+    lane_reason: str = ""
 
     @property
     def held_bytes(self) -> int:

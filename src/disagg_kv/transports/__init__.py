@@ -1,6 +1,17 @@
 """One-sided writes."""
 
-from .base import Capabilities, PeerEvent, Settled, SupportsAllocate, SupportsMapping, Transport, WriteEnded
+from .base import (
+    Capabilities,
+    Lane,
+    PeerEvent,
+    Settled,
+    SupportsAllocate,
+    SupportsLanes,
+    SupportsMapping,
+    Transport,
+    WriteEnded,
+)
+from .combining import combine
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
@@ -19,6 +30,7 @@ __all__ = [
     "Extents",
     "Home",
     "InprocTransport",
+    "Lane",
     "PeerEvent",
     "Process",
     "Region",
@@ -26,12 +38,14 @@ __all__ = [
     "Settled",
     "ShmTransport",
     "SupportsAllocate",
+    "SupportsLanes",
     "SupportsMapping",
     "Transport",
     "Watch",
     "WriteEnded",
     "available",
     "between_processes",
+    "combine",
     "copy",
     "decode",
     "default_transport",

@@ -47,6 +47,23 @@ class Capabilities:
 
 
 @frozen
+class Lane:
+    """What carries the writes to one peer, where a transport has several ways.
+
+    Args:
+        name: of the way, a transport's.
+        caps: what it promises for this peer; ``drain_s`` holds for all ways that the peer may write over.
+        reason: why the peer got it.
+        lost: why it carries nothing any more; empty: it does.
+    """
+
+    name: str
+    caps: Capabilities
+    reason: str
+    lost: str = ""
+
+
+@frozen
 class WriteEnded:
     """The one terminal event of a ticket.
 
@@ -224,5 +241,21 @@ class SupportsMapping(Protocol):
             RegistrationError: the region is not known, or its memory cannot be mapped for such a device: says why.
             PeerLostError: the peer has ended.
             TransportError: an unknown peer, or the system refuses the mapping.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsLanes(Protocol):
+    """A transport whose promises differ by peer: each peer has a lane, with its name and capabilities.
+
+    The lane's ``caps`` count for :meth:`Transport.submit`, where they promise more than the transport's own.
+    """
+
+    def lane(self, peer: Peer) -> Lane:
+        """Return the lane of a connected peer. Any thread may call it.
+
+        Raises:
+            TransportError: an unknown peer.
         """
         ...

@@ -297,14 +297,14 @@ def test_exits_of_processes_are_noticed() -> None:
     exits.forget(Epoch(b"other"))
     assert exits.ended() == [b"late", b"alive"]
     assert exits.ended() == []
-    assert exits.drained(None) == []
-    assert exits.drained(1.0) == []
+    assert exits.drained(lambda epoch: None) == []
+    assert exits.drained(lambda epoch: 1.0) == []
     clock.advance(1.0)
     exits.confirm(Epoch(b"far"))
     exits.confirm(Epoch(b"late"))
-    assert exits.drained(1.0) == [b"late", b"alive"]
+    assert exits.drained(lambda epoch: 1.0) == [b"late", b"alive"]
     exits.forget(Epoch(b"late"))
-    assert exits.drained(1.0) == [b"alive"]
+    assert exits.drained(lambda epoch: 1.0) == [b"alive"]
     exits.close()
 
 

@@ -44,8 +44,8 @@ def test_what_was_queued_behind_a_gpu_counts_from_when_it_is_on_the_wire() -> No
     clock = FakeClock()
     pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
-    pacer.began("a", queued=True)
-    pacer.began("b", queued=True)
+    pacer.began("a", "shm", queued=True)
+    pacer.began("b", "shm", queued=True)
     clock.advance(100.0)
     pacer.crossing("a", clock())
     clock.advance(0.02)
@@ -54,10 +54,27 @@ def test_what_was_queued_behind_a_gpu_counts_from_when_it_is_on_the_wire() -> No
     pacer.crossing("b", clock())
     clock.advance(0.02)
     pacer.ended("b", 1000)
-    pace = pacer.pace()
+    pace = pacer.pace("shm")
     assert pace is not None
     assert pace.bytes_per_s == pytest.approx(50_000)
     assert pace.layer_token_s == pytest.approx(0.1)
+
+
+def test_what_one_lane_moves_says_nothing_about_another() -> None:
+    """Each has its own rate, also while both move."""
+    clock = FakeClock()
+    pacer = ThroughputEstimator(clock, 2)
+    computed(pacer, clock)
+    pacer.began("a", "shm", queued=False)
+    pacer.began("b", "nixl", queued=True)
+    pacer.crossing("b", clock())
+    clock.advance(0.01)
+    pacer.ended("a", 1000)
+    assert pacer.pace("nixl") is None
+    clock.advance(0.01)
+    pacer.ended("b", 100)
+    rates = [pace.bytes_per_s for name in ("shm", "nixl") if (pace := pacer.pace(name)) is not None]
+    assert rates == pytest.approx([100_000, 5_000])
 
 
 def test_an_end_that_was_seen_late_counts_no_moment_twice() -> None:
@@ -67,13 +84,13 @@ def test_an_end_that_was_seen_late_counts_no_moment_twice() -> None:
     computed(pacer, clock)
     looked = clock()
     for name in ("a", "b"):
-        pacer.began(name, queued=True)
+        pacer.began(name, "shm", queued=True)
     clock.advance(0.02)
     for name in ("a", "b"):
         pacer.crossing(name, looked)
         pacer.ended(name, 1000)
         clock.advance(0.02)
-    pace = pacer.pace()
+    pace = pacer.pace("shm")
     assert pace is not None
     assert pace.bytes_per_s == pytest.approx(50_000)
 
@@ -82,15 +99,15 @@ def test_a_transfer_that_failed_in_the_queue_counts_for_nothing() -> None:
     clock = FakeClock()
     pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
-    pacer.began("a", queued=True)
+    pacer.began("a", "shm", queued=True)
     clock.advance(9.0)
     pacer.ended("a", 0)
-    assert pacer.pace() is None
-    pacer.began("a", queued=False)
+    assert pacer.pace("shm") is None
+    pacer.began("a", "shm", queued=False)
     pacer.crossing("a", clock() - 5)
     clock.advance(0.5)
     pacer.ended("a", 1000)
-    pace = pacer.pace()
+    pace = pacer.pace("shm")
     assert pace is not None
     assert pace.bytes_per_s == pytest.approx(2000)
 
@@ -100,12 +117,12 @@ def test_launching_and_planning_are_part_of_what_a_group_costs() -> None:
     clock = FakeClock()
     pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
-    pacer.began("a", queued=False)
+    pacer.began("a", "shm", queued=False)
     clock.advance(0.5)
     pacer.ended("a", 1000)
     pacer.planned(0.002)
     pacer.launched(0.003)
-    pace = pacer.pace()
+    pace = pacer.pace("shm")
     assert pace is not None
     assert pace.group_s == pytest.approx(0.005 + FRAMES_S)
 
@@ -209,10 +226,10 @@ def test_passes_that_a_device_computes_one_after_the_other_are_counted_once() ->
     for turn in (1, 2):
         clock.advance(2.0)
         pacer.closed(handed(turn), clock(), queued=True)
-    pacer.began("a", queued=False)
+    pacer.began("a", "shm", queued=False)
     clock.advance(0.5)
     pacer.ended("a", 1000)
-    pace = pacer.pace()
+    pace = pacer.pace("shm")
     assert pace is not None
     assert pace.layer_token_s == pytest.approx(0.1)
 

@@ -42,7 +42,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 
     Args:
         pool: the rank's cache.
-        transport: peers write here through it. The endpoint owns it from now on.
+        transport: peers write here through it; or a list of transports, of which each peer takes the first by which it
+            reaches this rank. The endpoint owns them from now on.
         channel: carries the frames. The endpoint owns it from now on.
         rendezvous: where prefill ranks, and the other ranks of this instance, are found.
         instance: name of this set of ranks.
@@ -76,7 +77,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         self,
         pool: MemoryPool,
         *,
-        transport: Transport,
+        transport: Transport | Sequence[Transport],
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,
@@ -102,7 +103,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             arrivals_per_poll = arguments.count(arrivals_per_poll, "arrivals_per_poll", least=1)
         chosen = named(strategy)
         self._selection = chosen.selection
-        usable, exposed = _usable(chosen.path, pool, transport)
+        carrier = parts.transport
+        usable, exposed = _usable(chosen.path, pool, carrier)
         limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
         device = pool.buffers[0].device
         if ring_bytes is None:
@@ -110,9 +112,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
         movers = ready_kernels(pool, kernels)
         self._ring = ring = made_by(allocator, ring_bytes)
-        self._staging = memory = new_staging(transport, ring_bytes, device)
+        self._staging = memory = new_staging(carrier, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
-        ring_region, *regions = transport.register([memory, *(pool.buffers if exposed else ())])
+        ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
         me = attrs.evolve(
             parts.info("decode", regions, usable),
             ring_region=ring_region,

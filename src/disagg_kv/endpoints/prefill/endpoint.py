@@ -45,7 +45,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
     Args:
         pool: the rank's cache.
-        transport: writes the bytes. The endpoint owns it from now on.
+        transport: writes the bytes; or a list of transports, of which each peer gets the first that reaches it. The
+            endpoint owns them from now on.
         channel: carries the frames. The endpoint owns it from now on.
         rendezvous: where decode ranks find this one.
         instance: name of this set of ranks. A restarted instance takes a new name.
@@ -74,7 +75,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         self,
         pool: MemoryPool,
         *,
-        transport: Transport,
+        transport: Transport | Sequence[Transport],
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,
@@ -101,7 +102,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         check_verify(verify)
         chosen = named(strategy)
         usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
-        check_mapping(chosen.path, usable, transport)
+        carrier = parts.transport
+        check_mapping(chosen.path, usable, carrier)
         self._schedule = chosen.schedule if schedule is None else schedule
         self._uses = frozenset(arguments.several(uses, "uses", Feature))
         device = pool.buffers[0].device
@@ -109,8 +111,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
         self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
         movers = ready_kernels(pool, kernels)
-        self._staging = staging = new_staging(transport, staging_slots(self._slots, slot_bytes), device)
-        *regions, staged = transport.register([*pool.buffers, staging])
+        self._staging = staging = new_staging(carrier, staging_slots(self._slots, slot_bytes), device)
+        *regions, staged = carrier.register([*pool.buffers, staging])
         pools = ReadPools(pool, movers)
         known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
         me = parts.info("prefill", regions, usable)
@@ -120,7 +122,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
             mapping = loop.connections.mapping
             pages = loop.options.request_pages
-            router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping, pages)
+            router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping, pages, loop.lane)
             self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
             return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 

@@ -41,8 +41,8 @@ class PathRequest:
     unmapped: str | None = None
 
 
-_Question = tuple[int, tuple[str, ...], bool, int]
-"""A rotation, the paths that decode allows, whether its pages are exposed, and rows."""
+_Question = tuple[int, tuple[str, ...], bool, int, CostModel]
+"""A rotation, the paths that decode allows, whether its pages are exposed, rows, and the costs of the lane."""
 
 
 class PathChooser:
@@ -51,13 +51,11 @@ class PathChooser:
     Args:
         wanted: a path's name, or ``"auto"``.
         paths: those that are known here.
-        costs: of this endpoint's transport.
     """
 
-    def __init__(self, wanted: str, paths: Sequence[TransferPlanner], costs: CostModel) -> None:
+    def __init__(self, wanted: str, paths: Sequence[TransferPlanner]) -> None:
         self._wanted = wanted
         self._paths = paths
-        self._costs = costs
         self._chosen: dict[Epoch, PlanCache[_Question, tuple[TransferPlanner, str]]] = {}
 
     def forget(self, epoch: Epoch) -> None:
@@ -65,7 +63,12 @@ class PathChooser:
         self._chosen.pop(epoch, None)
 
     def choose(
-        self, epoch: Epoch, rotation: int, theirs: Sequence[tuple[str, int]], request: PathRequest
+        self,
+        epoch: Epoch,
+        rotation: int,
+        theirs: Sequence[tuple[str, int]],
+        request: PathRequest,
+        costs: CostModel,
     ) -> tuple[TransferPlanner, str]:
         """The path, and one sentence that says why.
 
@@ -74,16 +77,17 @@ class PathChooser:
             rotation: of the room.
             theirs: names and versions of the paths that the decode rank knows.
             request: what the path is for.
+            costs: of the lane to the decode rank.
 
         Raises:
             ConfigurationError: as :func:`choose_path`.
         """
         chosen = self._chosen.setdefault(epoch, PlanCache())
-        key = rotation, request.allowed, request.exposed, request.rows
+        key = rotation, request.allowed, request.exposed, request.rows, costs
         found = chosen.get(key)
         if found is None:
             known = [path for path in self._paths if (path.name, path.version) in theirs]
-            found = chosen.keep(key, choose_path(self._wanted, known, request, self._costs))
+            found = chosen.keep(key, choose_path(self._wanted, known, request, costs))
         return found
 
 

@@ -381,7 +381,8 @@ class PrefillSide:
             self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
             return
         room.routes[epoch] = route
-        room.handle.report.path, room.handle.report.reason = route.path.name, route.reason
+        report = room.handle.report
+        report.path, report.reason, report.lane = route.path.name, route.reason, route.lane.name
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), loop.now))
         for cuts in room.passes.values():

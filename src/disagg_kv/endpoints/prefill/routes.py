@@ -35,6 +35,7 @@ from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
 from ...protocol.page_runs import tables_from_wire
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
+from ...transports import Lane
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
@@ -52,6 +53,7 @@ class Route:
     Args:
         remote: the rank.
         path: how they cross; reason: why so.
+        lane: what carries writes to the rank.
         pool: ours, as it reads it: where its cache has other dtypes, converted.
         pair: what this rank sends to it.
         view: that in our pool; routes with the same bytes have the same view.
@@ -66,6 +68,7 @@ class Route:
     remote: RemoteEndpoint
     path: TransferPlanner
     reason: str
+    lane: Lane
     pool: MemoryPool
     pair: PairPlan
     view: PartView
@@ -86,9 +89,10 @@ class Router:
         strategy: which path to take.
         paths: those that are known here.
         schedule: when rows cross.
-        pace: how fast this rank is; None: nothing was measured yet.
+        pace: how fast this rank is over a lane; None: nothing was measured yet.
         mapping: the pool of a decode rank, as it is mapped here.
         request_pages: see :class:`~disagg_kv.protocol.Options`.
+        lane: what carries writes to a decode rank.
     """
 
     def __init__(
@@ -98,10 +102,12 @@ class Router:
         strategy: Strategy,
         schedule: Schedule,
         paths: Iterable[TransferPlanner],
-        pace: Callable[[], Pace | None],
+        pace: Callable[[str], Pace | None],
         mapping: Callable[[Epoch], Mapping],
         request_pages: int,
+        lane: Callable[[Epoch], Lane],
     ) -> None:
+        self._lane = lane
         self._mapping = mapping
         self._request_pages = request_pages
         self._me = me
@@ -110,9 +116,7 @@ class Router:
         self._schedule = schedule
         self._pace = pace
         self._regions: I32 = np.array(me.regions, np.int32)
-        caps = me.transport.caps
-        costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
-        self._chooser = PathChooser(strategy.path, tuple(paths), costs)
+        self._chooser = PathChooser(strategy.path, tuple(paths))
         self._plans: dict[Epoch, InstancePlans] = {}
 
     def forget(self, epoch: Epoch) -> None:
@@ -163,16 +167,18 @@ class Router:
         mapping = self._mapping(remote.epoch)
         unmapped = mapping.refused if mapping.pool is None else None
         request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped)
-        path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request)
+        lane = self._lane(remote.epoch)
+        costs = CostModel(write_s=lane.caps.write_s, bytes_per_s=lane.caps.bytes_per_s)
+        path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
         if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         ring = RegionId(hello.ring_region)
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
-        route = Route(remote, path, reason, pool, *known, ring, frame.start, frame.verify, mapped)
+        route = Route(remote, path, reason, lane, pool, *known, ring, frame.start, frame.verify, mapped)
         pace = None if frame.pace is None else Pace(*frame.pace)
-        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, on_groups, pace)
+        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
         plan = FlowPlan(
             me.rank,
             intake,
@@ -182,23 +188,31 @@ class Router:
             segment_limits(intake, me.rank, limits, frame.paths, me.paths, me.device),
             path.name,
             grouping,
-            self._measured,
+            partial(self._measured, lane),
         )
         return route, plan
 
-    def _measured(self) -> WirePace | None:
-        pace = self._pace()
+    def _measured(self, lane: Lane) -> WirePace | None:
+        pace = self._pace(lane.name)
         return None if pace is None else (pace.layer_token_s, pace.bytes_per_s, pace.group_s)
 
     def _groups(
-        self, intake: Intake, on_groups: OnGroups, pace: Pace | None, run: range, start: int, stop: int, batch: Batch
+        self,
+        lane: Lane,
+        intake: Intake,
+        on_groups: OnGroups,
+        pace: Pace | None,
+        run: range,
+        start: int,
+        stop: int,
+        batch: Batch,
     ) -> Sequence[range]:
         """How a run of layers is cut: equal on all ranks that hold it, so they go by the pace in decode's ``Expect``.
 
         One of them measured it in its last room with this instance. A rank that holds the run alone uses its own pace.
         """
         if sum(run in intake.ranges(Rank(rank)) for rank in range(len(intake.parts))) == 1:
-            pace = self._pace()
+            pace = self._pace(lane.name)
         sizes = [nbytes for _, nbytes in intake.lease(Segment(start, stop, run.start, run.stop))[0].values()]
         groups = self._schedule.groups(LayerRun(len(run), stop - start, max(sizes, default=0), batch, pace))
         on_groups(run, groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from attrs import define, frozen
@@ -37,6 +37,16 @@ LEAST_S, MOST_S = 1e-3, 5e-3
 
 
 @define
+class _Wire:
+    """What moves over one lane: how many transfers, since when, and the bytes of those that have ended since then."""
+
+    bytes_per_s: float | None = None
+    moving: int = 0
+    since: float = 0.0
+    nbytes: int = 0
+
+
+@define
 class _Pass:
     tokens: int
     began: float
@@ -48,7 +58,7 @@ class _Pass:
 
 
 class ThroughputEstimator:
-    """Seconds per layer and token of forward passes; bytes per second while transfers were in flight.
+    """Seconds per layer and token of forward passes; bytes per second while transfers were in flight, per lane.
 
     Args:
         clock: seconds.
@@ -63,13 +73,11 @@ class ThroughputEstimator:
         self._passes: OrderedDict[tuple[RoomKey, int], _Pass] = OrderedDict()
         self._computed_at = -math.inf
         self._layer_token_s: float | None = None
-        self._bytes_per_s: float | None = None
         self._plan_s: float | None = None
         self._launch_s: float | None = None
-        self._queued: set[Hashable] = set()
-        self._moving = 0
-        self._since = 0.0
-        self._nbytes = 0
+        self._wires: defaultdict[str, _Wire] = defaultdict(_Wire)
+        self._crossing: dict[Hashable, _Wire] = {}
+        self._queued: dict[Hashable, _Wire] = {}
 
     @property
     def patience_s(self) -> float:
@@ -85,11 +93,12 @@ class ThroughputEstimator:
         if known is not None:
             known.asked = True
 
-    def pace(self) -> Pace | None:
-        """What was measured; None: a forward pass or a transfer is still missing."""
-        if self._layer_token_s is None or self._bytes_per_s is None:
+    def pace(self, lane: str) -> Pace | None:
+        """What was measured; None: a forward pass, or a transfer over the lane, is still missing."""
+        wire = self._wires.get(lane)
+        if self._layer_token_s is None or wire is None or wire.bytes_per_s is None:
             return None
-        return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + (self._launch_s or 0.0) + FRAMES_S)
+        return Pace(self._layer_token_s, wire.bytes_per_s, (self._plan_s or 0.0) + (self._launch_s or 0.0) + FRAMES_S)
 
     def begin(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
         """A forward pass begins."""
@@ -151,36 +160,36 @@ class ThroughputEstimator:
         """A gather and its writes were queued on a GPU."""
         self._launch_s = _mixed(self._launch_s, seconds)
 
-    def began(self, name: Hashable, *, queued: bool) -> None:
+    def began(self, name: Hashable, lane: str, *, queued: bool) -> None:
         """A transfer begins; ``queued``: behind an event of a GPU, so that nothing moves yet."""
         if queued:
-            self._queued.add(name)
+            self._queued[name] = self._wires[lane]
         else:
-            self._moves(self._clock())
+            self._moves(name, self._wires[lane], self._clock())
 
     def crossing(self, name: Hashable, at: float) -> None:
         """A transfer, which may have been queued, is on the wire since ``at``."""
-        if name in self._queued:
-            self._queued.discard(name)
-            self._moves(at)
+        wire = self._queued.pop(name, None)
+        if wire is not None:
+            self._moves(name, wire, at)
 
-    def _moves(self, at: float) -> None:
-        if self._moving == 0:
-            self._since = max(self._since, at)
-        self._moving += 1
+    def _moves(self, name: Hashable, wire: _Wire, at: float) -> None:
+        self._crossing[name] = wire
+        if wire.moving == 0:
+            wire.since = max(wire.since, at)
+        wire.moving += 1
 
     def ended(self, name: Hashable, nbytes: int) -> None:
         """A transfer has ended and moved ``nbytes`` bytes; one that was never on the wire is not counted."""
-        if name in self._queued:
-            self._queued.discard(name)
+        if self._queued.pop(name, None) is not None:
             return
-        self._moving -= 1
-        self._nbytes += nbytes
-        now = self._clock()
-        if (self._moving == 0 or now - self._since >= LONG_S) and now > self._since:
-            if self._nbytes:
-                self._bytes_per_s = _mixed(self._bytes_per_s, self._nbytes / (now - self._since))
-            self._since, self._nbytes = now, 0
+        wire, now = self._crossing.pop(name), self._clock()
+        wire.moving -= 1
+        wire.nbytes += nbytes
+        if (wire.moving == 0 or now - wire.since >= LONG_S) and now > wire.since:
+            if wire.nbytes:
+                wire.bytes_per_s = _mixed(wire.bytes_per_s, wire.nbytes / (now - wire.since))
+            wire.since, wire.nbytes = now, 0
 
 
 @frozen

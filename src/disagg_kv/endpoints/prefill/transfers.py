@@ -93,13 +93,18 @@ class _Summing:
 
 @define(eq=False)
 class _Gathering:
-    """A gather that may still run; where its writes wait for it by themselves, they are posted already."""
+    """A gather that may still run.
+
+    Args:
+        posted: of the destinations whose writes wait for the gather by themselves.
+        waiting: of the others, which are posted once it has ended.
+    """
 
     event: Event
     room: PrefillRoom
     slot: Slot[Post]
-    posts: list[tuple[Post, Writes]]
-    posted: bool
+    posted: list[Post]
+    waiting: list[tuple[Post, Writes]]
 
 
 class TransferQueue:
@@ -126,11 +131,9 @@ class TransferQueue:
         throughput: ThroughputEstimator,
         verify: Verify,
     ) -> None:
-        transport = loop.me.transport
         self._loop = loop
         self._kernels = kernels
         self._streams = kernels if isinstance(kernels, SupportsStreams) else None
-        self._posts_wait = transport.caps.waits_events
         self._staging = staging
         self._region = region
         self._router = router
@@ -280,7 +283,8 @@ class TransferQueue:
                 continue
             for transfer in self._queue.direct(room, to):
                 try:
-                    after = None if self._posts_wait else room.ready_events.before(transfer.segment)
+                    posts_wait = room.routes[to].lane.caps.waits_events
+                    after = None if posts_wait else room.ready_events.before(transfer.segment)
                     waits = after is not None and not after.query()
                 except Exception as exc:
                     self._queue.remove(room, to, transfer.segment)
@@ -310,8 +314,9 @@ class TransferQueue:
         if not room.machine.flows[transfer.to].begin(transfer, ahead=ahead):
             return None
         after = room.ready_events.before(transfer.segment)
-        self._throughput.began((room.key, transfer.to, transfer.segment), queued=ahead or after is not None)
         route = room.routes[transfer.to]
+        name = room.key, transfer.to, transfer.segment
+        self._throughput.began(name, route.lane.name, queued=ahead or after is not None)
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
         if planned is not None and planned.tables is not tables:
@@ -338,7 +343,7 @@ class TransferQueue:
             return
         assert isinstance(spec.plan, Writes)
         self.writes.reading(room, 1)
-        after = spec.after if self._posts_wait else None
+        after = spec.after if spec.route.lane.caps.waits_events else None
         post = self.writes.begin(room, transfer, None)
         try:
             self._sum([(post, spec, 0)])
@@ -477,10 +482,13 @@ class TransferQueue:
             self._gathered(room, posts)
             return
         slot.filling = True
-        self._gathering.append(_Gathering(event, room, slot, posts, self._posts_wait))
-        if self._posts_wait:
-            for post, writes in posts:
-                self.writes.post(post, writes, event)
+        queued: list[tuple[Post, Writes]] = []
+        waiting: list[tuple[Post, Writes]] = []
+        for one, (spec, _) in zip(posts, specs, strict=True):
+            (queued if spec.route.lane.caps.waits_events else waiting).append(one)
+        self._gathering.append(_Gathering(event, room, slot, [post for post, _ in queued], waiting))
+        for post, writes in queued:
+            self.writes.post(post, writes, event)
         self._throughput.launched(self._clock() - started)
 
     def _look(self, one: _Gathering) -> None:
@@ -493,15 +501,13 @@ class TransferQueue:
             error = exc
         self._gathering.remove(one)
         one.slot.filling = False
-        if one.posted:
+        for post in one.posted:
             # Writes that waited for an event which failed say so by their tickets.
-            self.writes.reading(one.room, -1)
-            for post, _ in one.posts:
-                self.writes.crosses(post, self._clock())
-        elif error is not None:
-            self._not_gathered(one.room, one.posts, error)
+            self.writes.crosses(post, self._clock())
+        if error is not None:
+            self._not_gathered(one.room, one.waiting, error)
         else:
-            self._gathered(one.room, one.posts)
+            self._gathered(one.room, one.waiting)
 
     def _not_gathered(self, room: PrefillRoom, posts: list[tuple[Post, Writes]], error: Exception) -> None:
         self.writes.reading(room, -1)
@@ -562,7 +568,7 @@ class TransferQueue:
         pinned = {pin for slot in self._slots for pin in slot.pins}
         assert pinned == set(self.writes.pinning()), pinned
         live = {post for post in self.writes.posts.values() if post.slot is not None}
-        live |= {post for one in self._gathering if not one.posted for post, _ in one.posts}
+        live |= {post for one in self._gathering for post, _ in one.waiting}
         self._copies.check_integrity()
         assert pinned == live, (pinned, live)
         filling = {one.slot for one in self._gathering}

@@ -23,7 +23,8 @@ from ...protocol import Hello, Options, RoomFrame
 from ...protocol.machine import ours
 from ...protocol.peer_effects import Up
 from ...trace import Observer
-from ...transports import Transport
+from ...transports import Lane, Transport
+from ...transports.combining import for_peer, lane_of
 from .background import Background
 from .limited_log import LimitedLog
 from .mapping import UNMAPPED, Mapping
@@ -51,9 +52,11 @@ class _Link:
     Args:
         up: as the peer introduced itself.
         peer: the transport's name of it.
+        descriptor: the peer's, as the transport takes it.
         until, late: when an attempt that has not returned is overdue, and what to say then.
         linked: the attempt has succeeded.
         mapping: of the peer's pool.
+        lane: what carries writes to it; None: it is not connected yet.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
         frames: what has come meanwhile, and how many bytes that is.
@@ -61,10 +64,12 @@ class _Link:
 
     up: Up
     peer: Peer
+    descriptor: bytes
     until: float
     late: str = f"its connect has not returned for {OVERDUE_S:g} s"
     linked: bool = False
     mapping: Mapping = UNMAPPED
+    lane: Lane | None = None
     wanted: bool = True
     error: DisaggKVError | None = None
     frames: list[RoomFrame] = field(factory=list)
@@ -162,7 +167,8 @@ class Connections:
             IncompatiblePeerError: another epoch has named it before.
             RemoteProtocolError: the descriptor is garbage.
         """
-        link = _Link(up, self._transport.peer_of(up.hello.descriptor), self._clock() + OVERDUE_S)
+        descriptor = for_peer(self._transport, up.hello.transport, up.hello.descriptor)
+        link = _Link(up, self._transport.peer_of(descriptor), descriptor, self._clock() + OVERDUE_S)
         owner = self._owners.get(link.peer)
         if owner is not None:
             ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner.up.hello, up.hello))
@@ -179,7 +185,8 @@ class Connections:
         lost = f"{link.name}: the attempt ended without a result"
         error: DisaggKVError | None = TransportError(lost, **link.up.hello.who)
         try:
-            self._transport.connect(link.up.hello.descriptor, CONNECT_S)
+            self._transport.connect(link.descriptor, CONNECT_S)
+            link.lane = lane_of(self._transport, link.peer)
             if self._get_ready is not None:
                 link.until, link.late = (
                     self._clock() + READY_S,
@@ -295,6 +302,16 @@ class Connections:
     def mapping(self, epoch: Epoch) -> Mapping:
         """The pool of a linked peer, as it is mapped here."""
         return self._links[epoch].mapping
+
+    def lane(self, epoch: Epoch) -> Lane | None:
+        """What carries writes to a peer; None: it is not linked. From any thread."""
+        link = self._links.get(epoch)
+        return None if link is None else link.lane
+
+    def drain_s(self, epoch: Epoch) -> float | None:
+        """See :class:`~disagg_kv.transports.Capabilities`: for a peer, whatever it writes over; None: unknown."""
+        lane = self.lane(epoch)
+        return self._transport.caps.drain_s if lane is None else lane.caps.drain_s
 
     def epoch(self, peer: Peer) -> Epoch | None:
         """Which epoch the transport speaks of."""

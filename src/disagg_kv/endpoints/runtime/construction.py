@@ -16,7 +16,9 @@ from ...protocol import Options
 from ...rendezvous import Rendezvous
 from ...strategies import TransferPlanner
 from ...trace import Observer, Silent
-from ...transports import Capabilities, Transport
+from ...transports import Transport
+from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
+from ...transports.lanes import CombinedTransport
 from .environment import Environment
 from .handshake import EndpointInfo, Role, check_instance
 from .incarnation import Incarnation
@@ -55,13 +57,20 @@ def _check_identity(pool: MemoryPool) -> None:
         ) from exc
 
 
-def check_carriers(transport: Transport, channel: Channel, rendezvous: Rendezvous) -> None:
-    """Raise a :class:`~disagg_kv.errors.ConfigurationError` unless these are a transport, channel and rendezvous."""
-    wanted = ("register", "local_descriptor", "peer_of", "connect", "disconnect", "submit", "poll", "close")
-    arguments.methods(transport, "transport", "a transport", *wanted)
-    arguments.attributes(transport, "transport", "a transport", "name", "caps")
-    arguments.text(transport.name, "transport: name", least=1)
-    arguments.one(transport.caps, "transport: caps", Capabilities)
+def carrier(transport: Transport | Sequence[Transport], device: str) -> Transport:
+    """The transport, or several as one: those that move memory on the pool's device.
+
+    Raises:
+        ConfigurationError: no transport, or lanes that cannot be combined, or of which none moves such memory.
+    """
+    if isinstance(transport, Sequence):
+        transport = combined_or_alone(check_lanes(transport, "transport"))
+    check_transport(transport, "transport")
+    return on_device(transport, device) if isinstance(transport, CombinedTransport) else transport
+
+
+def check_carriers(channel: Channel, rendezvous: Rendezvous) -> None:
+    """Raise a :class:`~disagg_kv.errors.ConfigurationError` unless these are a channel and a rendezvous."""
     arguments.methods(channel, "channel", "a channel", "send", "poll", "wake", "forget", "close")
     arguments.attributes(channel, "channel", "a channel", "address")
     arguments.text(channel.address, "channel: address", least=1)
@@ -79,7 +88,7 @@ class Parts:
     def __init__(
         self,
         pool: MemoryPool,
-        transport: Transport,
+        transport: Transport | Sequence[Transport],
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,
@@ -91,13 +100,13 @@ class Parts:
         environment: Environment | None,
     ) -> None:
         check_pool(pool)
-        check_carriers(transport, channel, rendezvous)
+        check_carriers(channel, rendezvous)
         if kernels is not None:
             arguments.methods(kernels, "kernels", "a set of kernels", "gather", "scatter", "checksum")
         if observer is not None:
             arguments.methods(observer, "observer", "an observer", "span", "count")
         self.pool = pool
-        self.transport = transport
+        self.transport = carrier(transport, pool.buffers[0].device)
         self.channel = channel
         self.rendezvous = rendezvous
         self.instance = arguments.text(instance, "instance", least=1, most=256)

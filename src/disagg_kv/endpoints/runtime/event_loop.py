@@ -51,7 +51,8 @@ from ...protocol.frames import (
 from ...rendezvous import Rendezvous, Source
 from ...strategies import maps_pages
 from ...trace import Guarded, Observer, Silent, wants_layers
-from ...transports import Home, PeerEvent, Settled, WriteEnded
+from ...transports import Home, Lane, PeerEvent, Settled, WriteEnded
+from ...transports.combining import lane_of
 from .background import Background
 from .budget import MOST, Budget
 from .connections import Connections, ConnectResult
@@ -123,7 +124,7 @@ class EventLoop:
         helpers = background(f"{name} links", LINKS)
         ready = self._get_ready if me.role == "prefill" else None
         self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready)
-        self.peer_registry = PeerRegistry(self.peers, self.connections, options, clock)
+        self.peer_registry = PeerRegistry(self.peers, self.connections, self.connections.lane, options, clock)
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
         self._commands: deque[Callable[[], None]] = deque()
@@ -290,7 +291,7 @@ class EventLoop:
     def _notice_exits(self) -> None:
         for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
             self.lose(epoch, self._lost(epoch, "its process has ended"), ended=True)
-        for epoch in self._process_monitor.drained(self.me.transport.caps.drain_s):
+        for epoch in self._process_monitor.drained(self.connections.drain_s):
             self._gone(epoch)
 
     def _tick_peers(self) -> None:
@@ -377,7 +378,8 @@ class EventLoop:
         if epoch is None or event.data is not None:
             self.observer.count("transport.unexpected")
             return
-        error = self._lost(epoch, f"{self.me.transport.name} reports its end")
+        lane = lane_of(self.me.transport, event.peer)
+        error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
         self.connections.lose(epoch, error)
         self._peer_effects(self.peers.shut(epoch, error, self.now))
         if event.fenced:
@@ -503,6 +505,11 @@ class EventLoop:
         if link is None or epoch not in self.remotes:
             raise TransportError(f"{self.peer_registry.name(epoch)} is lost", **self.peer_registry.who(epoch))
         return link
+
+    def lane(self, epoch: Epoch) -> Lane:
+        """What carries writes to a peer; of one that is not linked, what holds for every peer."""
+        found = self.connections.lane(epoch)
+        return Lane(self.me.transport.name, self.me.transport.caps, "it is not connected") if found is None else found
 
     def flush(self) -> None:
         """Hand over what was said: when a step ends, and before this thread does something that may take long."""

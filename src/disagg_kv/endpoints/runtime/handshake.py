@@ -33,6 +33,7 @@ from ...protocol.wire import (
 from ...strategies import TransferPlanner
 from ...trace import Observer
 from ...transports import Transport
+from ...transports.combining import lane_names, said_name
 from .incarnation import Incarnation
 
 Role = Literal["prefill", "decode"]
@@ -154,8 +155,8 @@ class EndpointInfo:
         if hello.role == self.role:
             self._admit_sibling(hello, shards)
             return
-        if hello.transport != self.transport.name:
-            raise IncompatiblePeerError("transport", self.transport.name, hello.transport)
+        if not set(lane_names(hello.transport)) & set(lane_names(self.transport.name)):
+            raise IncompatiblePeerError("transport", said_name(self.transport), hello.transport)
         ours = {(p.name, p.version) for p in self.paths}
         if not ours & set(hello.paths):
             raise IncompatiblePeerError("paths", sorted(ours), sorted(hello.paths))

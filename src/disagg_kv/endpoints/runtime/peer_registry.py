@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from ...errors import About, UnknownNameError
 from ...ids import Epoch, Rank, RoomId, peer_name, room_text
 from ...protocol import Hello, KnownPeer, Options, PeerTable, RoomKey
+from ...transports import Lane
 from ..api import PeerInfo, PeerState
 
 
@@ -49,15 +50,22 @@ class PeerRegistry:
     Args:
         table: the endpoint's peer table.
         linked: the lives that the transport is connected to.
+        lane: what carries writes to one of them.
         options: when a peer counts as silent.
         clock: time.
     """
 
     def __init__(
-        self, table: PeerTable, linked: Container[Epoch], options: Options, clock: Callable[[], float]
+        self,
+        table: PeerTable,
+        linked: Container[Epoch],
+        lane: Callable[[Epoch], Lane | None],
+        options: Options,
+        clock: Callable[[], float],
     ) -> None:
         self._table = table
         self._linked = linked
+        self._lane = lane
         self._silent_s = options.missed * options.heartbeat_s
         self._clock = clock
         self._present: dict[Epoch, KnownPeer] = {}
@@ -125,6 +133,7 @@ class PeerRegistry:
             state = "idle"
         if of.peer.lost or of.peer.ended:
             state = "ended" if of.peer.ended else "lost"
+        lane = self._lane(epoch)
         return PeerInfo(
             hello.instance,
             Rank(hello.rank),
@@ -138,6 +147,8 @@ class PeerRegistry:
             of.page_bytes,
             of.slot_bytes,
             tuple(of.rooms),
+            "" if lane is None else lane.name,
+            "" if lane is None else lane.reason,
         )
 
     def name(self, epoch: Epoch) -> str:
@@ -182,7 +193,20 @@ def format_peers(peers: Sequence[PeerInfo]) -> str:
     """
     if not peers:
         return "no peer is connected, and none holds memory"
-    head = ("peer", "state", "silent s", "ring B", "pages B", "slots B", "rooms", "address", "host", "pid", "epoch")
+    head = (
+        "peer",
+        "state",
+        "lane",
+        "silent s",
+        "ring B",
+        "pages B",
+        "slots B",
+        "rooms",
+        "address",
+        "host",
+        "pid",
+        "epoch",
+    )
     lines = [head, *(_cells(peer) for peer in sorted(peers, key=lambda peer: -peer.held_bytes))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
@@ -196,6 +220,7 @@ def _cells(peer: PeerInfo) -> tuple[str, ...]:
     return (
         name,
         peer.state,
+        peer.lane or "-",
         f"{peer.silent_s:.1f}",
         str(peer.ring_bytes),
         str(peer.page_bytes),

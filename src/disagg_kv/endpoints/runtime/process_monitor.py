@@ -63,11 +63,13 @@ class ProcessMonitor:
         """The operator has confirmed the end of the process."""
         self._ended.setdefault(epoch, self._clock())
 
-    def drained(self, drain_s: float | None) -> list[Epoch]:
+    def drained(self, drain_s: Callable[[Epoch], float | None]) -> list[Epoch]:
         """Peers whose last writes have landed: they ended ``drain_s`` ago (None: it is unknown how long that takes)."""
-        if drain_s is None or not self._ended:
+        if not self._ended:
             return []
-        return [epoch for epoch, at in self._ended.items() if self._clock() - at >= drain_s]
+        now = self._clock()
+        since = ((epoch, now - at, drain_s(epoch)) for epoch, at in self._ended.items())
+        return [epoch for epoch, passed, needed in since if needed is not None and passed >= needed]
 
     def forget(self, epoch: Epoch) -> None:
         """Its evidence was used, or nothing is owed to it."""

@@ -1,0 +1,195 @@
+"""One endpoint, several transports: what each peer gets, and that one lane's end leaves the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import attrs
+import pytest
+
+from disagg_kv import PagedPool, Phase
+from disagg_kv.channels import InprocChannel
+from disagg_kv.endpoints import DecodeEndpoint, Environment, PrefillEndpoint
+from disagg_kv.errors import ConfigurationError, IncompatiblePeerError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.transports import (
+    InprocTransport,
+    PeerEvent,
+    Settled,
+    ShmTransport,
+    Transport,
+    WriteEnded,
+    combine,
+    emulate,
+)
+from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
+from tests.unit.endpoints.test_streams import StreamKernels, StreamTransport
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+
+
+def lanes(*made: Callable[[], Transport], page_size: int = 4) -> Memory:
+    """A rank with these lanes."""
+    return Memory(page_size=page_size, transport=lambda: combine([make() for make in made]))
+
+
+class Far(InprocTransport):
+    """A network that reaches everybody, and maps nothing; it may break."""
+
+    name = "far"
+    caps = attrs.evolve(InprocTransport.caps, bytes_per_s=1e9, write_s=1e-3)
+    map = None  # type: ignore[assignment]
+    broken = False
+
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+        """Raises once it is broken."""
+        if self.broken:
+            raise OSError("the card is gone")
+        return super().poll()
+
+
+def scene(*made: Callable[[], Transport], strategy: str = "auto") -> tuple[Rig, Decodes, Prefills, Prefills]:
+    """A decode rank with lanes, a prefill rank ``P`` that it shares memory with, and one, ``Q``, that is far."""
+    rig = Rig(SPEC)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=lanes(*(made or (ShmTransport, Far)), page_size=8))
+    near = rig.prefill(tp_shards(SPEC, 1), memory=lanes(ShmTransport, Far), strategy=strategy)
+    far = rig.prefill(tp_shards(SPEC, 1), "Q", memory=lanes(Far), strategy=strategy)
+    return rig, decodes, near, far
+
+
+def test_each_peer_of_an_endpoint_gets_its_lane_and_the_paths_of_it() -> None:
+    """Shared memory is mapped, and the network staged; peers and reports name the lane and the reason."""
+    rig, decodes, near, far = scene()
+    one = rig.request("one", near, decodes, 9).start(9).landed()
+    two = rig.request("two", far, decodes, 9, "Q").start(9).landed()
+    reports = [request.sends[0].report for request in (one, two)]
+    assert [(report.lane, report.path) for report in reports] == [("shm", "mapped"), ("far", "staged")]
+    assert "mapped cannot: transport 'far' does not map" in reports[1].reason
+    (at_near,), (at_far,) = near[0].endpoint.peers(), far[0].endpoint.peers()
+    assert (at_near.lane, at_near.lane_reason) == ("shm", "the first lane")
+    assert (at_far.lane, at_far.lane_reason) == ("far", "the only transport")
+    here = {peer.instance: (peer.lane, peer.lane_reason) for peer in decodes[0].endpoint.peers()}
+    assert here == {"P": ("shm", "the first lane"), "Q": ("far", "not shm: the peer does not offer it")}
+    rig.quiet()
+
+
+def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> None:
+    """A write is posted behind the gather where its lane waits, and after it where not."""
+
+    class Waits(StreamTransport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.name = "waits"
+
+    rig, kernels = Rig(SPEC), StreamKernels()
+    waits = Waits()
+    memory = Memory(transport=lambda: combine([waits, InprocTransport()]))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
+    shards = tp_shards(SPEC, 2)
+    decodes = rig.decode(shards, only=[0], memory=Memory(transport=Waits), strategy="staged")
+    decodes += rig.decode(shards, only=[1], strategy="staged")
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9)
+    request.finish()
+    rig.until(lambda: bool(waits.held), "a write behind the gather")
+    assert list(waits.after.values()) == kernels.queued
+    rig.wait(1.0)
+    assert [receive.phase for receive in request.receives] == [Phase.MOVING] * 2
+    for gather in kernels.queued:
+        gather.run()
+    request.landed()
+    assert sorted(peer.lane for peer in prefills[0].endpoint.peers()) == ["inproc", "waits"]
+    rig.quiet()
+
+
+def test_a_gather_that_fails_fails_the_writes_of_every_lane() -> None:
+    """Those that wait for it end by themselves."""
+
+    class Waits(StreamTransport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.name = "waits"
+
+    rig, kernels = Rig(SPEC), StreamKernels()
+    memory = Memory(transport=lambda: combine([Waits(), InprocTransport()]))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
+    shards = tp_shards(SPEC, 2)
+    decodes = rig.decode(shards, only=[0], memory=Memory(transport=Waits), strategy="staged")
+    decodes += rig.decode(shards, only=[1], strategy="staged")
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9)
+    request.finish()
+    rig.until(lambda: bool(kernels.queued), "a gather")
+    kernels.queued[0].error = RuntimeError("a fault of the device")
+    kernels.queued[0].happened = True
+    rig.until(lambda: request.sends[0].phase is Phase.FAILED, "the failure")
+    assert "a fault of the device" in str(request.sends[0].error)
+    rig.close()
+
+
+def test_a_lane_that_fails_loses_its_peers_and_the_others_go_on() -> None:
+    """The error has the lane's name and reason."""
+    broken: list[Far] = []
+
+    def far() -> Far:
+        broken.append(Far())
+        return broken[-1]
+
+    rig, decodes, near, there = scene(ShmTransport, far)
+    rig.request("one", near, decodes, 9).start(9).landed()
+    request = rig.request("two", there, decodes, 9, "Q").open_prefill().open_decode().expect(9)
+    rig.until(lambda: len(decodes[0].endpoint.peers()) == 2, "the far peer")
+    broken[0].broken = True
+    rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the loss")
+    assert "far: it has failed: " in str(request.receives[0].error)
+    assert "the card is gone" in str(request.receives[0].error)
+    rig.request("three", near, decodes, 9).start(9).landed()
+    assert [peer.instance for peer in decodes[0].endpoint.peers() if peer.state == "connected"] == ["P"]
+    rig.close()
+
+
+def test_sides_that_share_no_lane_are_refused_with_the_lanes_of_both() -> None:
+    """Before anything is connected."""
+    rig = Rig(SPEC)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=lanes(ShmTransport, Far))
+    prefills = rig.prefill(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9)
+    rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the refusal")
+    error = request.receives[0].error
+    assert isinstance(error, IncompatiblePeerError)
+    assert {error.ours, error.theirs} == {"shm+far", "inproc"}
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", [PrefillEndpoint, DecodeEndpoint])
+def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
+    kind: type[PrefillEndpoint | DecodeEndpoint],
+) -> None:
+    """One is enough; of a list without any, each is named."""
+
+    class Gpu(InprocTransport):
+        name = "gpu"
+        caps = attrs.evolve(InprocTransport.caps, devices=frozenset({"cuda"}))
+
+    class Other(Gpu):
+        name = "other"
+
+    rig = Rig(SPEC)
+
+    number = count()
+
+    def make(transport: Transport | Sequence[Transport]) -> PrefillEndpoint | DecodeEndpoint:
+        return kind(
+            PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4),
+            transport=transport,
+            channel=InprocChannel(rig.hub, f"x{next(number)}"),
+            rendezvous=rig.rendezvous,
+            instance="X",
+            environment=Environment(clock=rig.clock, thread=False),
+        )
+
+    for bad, why in (([], "transport: 1 to 8"), ([Gpu(), Other()], r"no lane moves memory on 'cpu': gpu \(it moves")):
+        with pytest.raises(ConfigurationError, match=why):
+            make(bad)
+    made = make([Gpu(), InprocTransport(), emulate(ShmTransport(), 1e9)])
+    assert made.driver.loop.me.transport.name == "inproc+shm"
+    made.close()
