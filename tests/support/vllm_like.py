@@ -48,6 +48,11 @@ class FullAttentionSpec:
     num_heads: int
     sliding_window: int | None = None
     kv_quant_mode: Any = None
+    head_size: int = 5
+    head_size_v: int = 3
+    num_head_slots: int | None = None
+    state_content_bytes: int | None = None
+    tokens_per_state: int = 1
 
 
 class SlidingWindowSpec(FullAttentionSpec):

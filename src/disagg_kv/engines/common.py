@@ -6,7 +6,8 @@ head is a component of its own. A unit of V is a head. Both sides describe their
 order; the price is a copy of single elements of K.
 
 Equal descriptions have to mean equal numbers, so both sides derive them from the same facts: the model's own
-``config.json`` and weights, and how K is rotated before it is stored. The format of K names the rotation.
+``config.json`` and weights, and how K is rotated before it is stored. The format of K names the rotation. The element
+types may differ where a conversion exists.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from attrs import frozen
 
 from ..errors import UnsupportedError
 from ..geometry import CacheSpec, Component, Holding, Plane, Shard, even_units, item_bytes
+from ..geometry.spec import PLAIN
 from ..ids import GroupId, LayerId
 from .model import model_digest
 
@@ -167,7 +169,7 @@ def rotation(config: Mapping[str, Any]) -> str:
     named = ", ".join(f"{name} {_plain(given[name])}" for name in sorted(given) if given[name] is not None)
     if len(named) > MOST_NAMED:
         named = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
-    return f"rotated by halves: {kind}, {named}"
+    return f"{PLAIN}, rotated by halves: {kind}, {named}"
 
 
 def _plain(value: object) -> object:

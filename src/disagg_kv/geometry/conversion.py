@@ -72,7 +72,7 @@ def _of_layer(where: str, source: Components, target: Components) -> Difference 
                 if getattr(a, name) != getattr(b, name):
                     return Difference(f"{where}.{a.name}.{name}", getattr(a, name), getattr(b, name))
             continue
-        opaque = a.rows > 0 or a.format != "plain" or a.tokens_per_row != 1
+        opaque = a.rows > 0 or not a.plain or a.tokens_per_row != 1
         if (a.dtype, b.dtype) not in CONVERSIONS or opaque:
             return Difference(f"{where}.{a.name}.dtype", a.dtype, b.dtype)
         elements = a.unit_bytes // item_bytes(a.dtype), b.unit_bytes // item_bytes(b.dtype)

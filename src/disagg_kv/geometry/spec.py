@@ -71,6 +71,9 @@ def _scales(scales: Iterable[float]) -> tuple[float, ...]:
         return tuple(float(np.float32(scale)) for scale in given)
 
 
+PLAIN = "plain"
+"""The first word of a format whose units are elements side by side."""
+
 MOST_LAYERS = 65_536
 """Layers of a model that a frame can describe."""
 
@@ -92,7 +95,9 @@ class Component:
             is one opaque tile per unit; 0 for a state, which has ``rows`` rows and no token axis.
         rows: rows of a state, else 0. A slot of a state's group has this number of its rows.
         window: decode needs only the last ``window`` tokens; None: all.
-        format: the arrangement of bytes inside a unit; two sides with different formats are refused.
+        format: the arrangement of bytes inside a unit; two sides with different formats are refused. ``"plain"``, or
+            ``"plain, "`` and what else both sides must share: elements side by side, so that a conversion may change
+            their dtype.
         scales: of a float8 dtype: what stored numbers are multiplied with, as float32: one for all units, or one per
             unit; none: 1. An engine's calibrated ``k_scale`` and ``v_scale`` are such scales.
         scaled_by: of a float8 dtype: the component of the same layers that has a float32 scale for every row and unit.
@@ -105,7 +110,7 @@ class Component:
     tokens_per_row: int = 1
     rows: int = 0
     window: int | None = None
-    format: str = "plain"
+    format: str = PLAIN
     scales: tuple[float, ...] = field(default=(), converter=_scales)
     scaled_by: str | None = None
 
@@ -146,6 +151,11 @@ class Component:
         for unit, scale in enumerate(self.scales):
             if not LEAST_SCALE <= scale < math.inf:
                 raise GeometryError(f"{where}: scale {unit} is {scale}; it must be finite, and at least {LEAST_SCALE}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether a unit is elements side by side."""
+        return self.format.split(",", 1)[0] == PLAIN
 
     @property
     def extent(self) -> Extent:
@@ -279,7 +289,7 @@ class CacheSpec:
             for c in components:
                 if c.name in used:
                     continue
-                if (c.dtype, dtype) not in CONVERSIONS or c.rows or c.tokens_per_row != 1 or c.format != "plain":
+                if (c.dtype, dtype) not in CONVERSIONS or c.rows or c.tokens_per_row != 1 or not c.plain:
                     of.append(c)
                     continue
                 name, nbytes = f"{c.name}_scale", c.unit_bytes // item_bytes(c.dtype) * size

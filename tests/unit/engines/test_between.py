@@ -140,14 +140,15 @@ class OfVLLM(Rank):
     def __init__(self, cache: CommonCache, tp: int, rank: int) -> None:
         super().__init__(cache, tp, rank)
         self.blocks = [5, 2, 7]
-        self.tensors = {str(n): torch.zeros(8, self.local, BLOCK, 2 * DIM) for n in range(LAYERS)}
+        dtype: torch.dtype = getattr(torch, cache.dtype)
+        self.tensors = {str(n): torch.zeros(8, self.local, BLOCK, 2 * DIM, dtype=dtype) for n in range(LAYERS)}
         shapes = [vllm.LayerShape(name, KV, HEADS, None, "") for name in self.tensors]
         self.pool, self.shards = vllm.common_pool_of(
             cache, shapes, self.tensors, blocks=8, block=BLOCK, tp=tp, rank=rank
         )
 
     def cells(self) -> list[F32]:
-        return [one.numpy() for one in self.tensors.values()]
+        return [one.float().numpy() for one in self.tensors.values()]
 
     def written(self, rows: F32) -> list[F32]:
         out = [np.zeros_like(one).reshape(8, self.local, 2, -1) for one in self.cells()]
@@ -183,11 +184,15 @@ PREFILL = pytest.mark.parametrize(("tps", "page"), [((1, 1), 1), ((2, 1), 16), (
 
 
 @PREFILL
-def test_sglang_prefills_and_vllm_decodes(ends: ExitStack, tps: tuple[int, int], page: int) -> None:
-    """A router names the room to vLLM as the plug-in does. The first token travels too; vLLM computes it anew."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sglang_prefills_and_vllm_decodes(ends: ExitStack, tps: tuple[int, int], page: int, dtype: str) -> None:
+    """A router names the room to vLLM as the plug-in does. The first token travels too; vLLM computes it anew.
+
+    ``dtype``: of vLLM's cache; SGLang's is float32, and converted on the way.
+    """
     hub, rows = Hub(), np.random.default_rng(3).random((LAYERS, 2, TOKENS, HEADS, DIM), np.float32)
     ours = [OfSGLang(CACHE, tps[0], rank, page) for rank in range(tps[0])]
-    theirs = [OfVLLM(CACHE, tps[1], rank) for rank in range(tps[1])]
+    theirs = [OfVLLM(attrs.evolve(CACHE, dtype=dtype), tps[1], rank) for rank in range(tps[1])]
     senders = [
         SenderRoom(Side(one, page), ROOM) for one in endpoints(ends, hub, ours, "P")
     ]  # fmt: skip
@@ -213,6 +218,7 @@ def test_sglang_prefills_and_vllm_decodes(ends: ExitStack, tps: tuple[int, int],
 
     wait(arrived, lambda: str(received))
     wait(lambda: {one.poll() for one in senders} == {Poll.SUCCESS}, lambda: "SGLang's end")
+    rows = torch.from_numpy(rows).to(getattr(torch, dtype)).float().numpy()
     assert all(one.right(rows) for one in theirs)
 
 
@@ -283,7 +289,7 @@ def test_a_request_that_cannot_be_right_fails_by_name(ends: ExitStack, given: di
     [
         ({"rotation": "rotated by halves: default, rope_theta 500000.0"}, "spec.layers[0].k of head 0.format"),
         ({"dim": 16}, "spec.layers[0].k of head 0.units"),
-        ({"dtype": "bfloat16"}, "spec.layers[0].k of head 0.dtype"),
+        ({"dtype": "int32"}, "spec.layers[0].k of head 0.dtype"),
         ({"heads": 2}, "spec.layers[0]"),
         ({"layers": 1}, "spec.layers"),
         ({"model": b"other weights"}, "spec.model"),
@@ -293,7 +299,7 @@ def test_caches_of_other_numbers_are_refused_by_name(changes: dict[str, Any], fi
     """Even where the model's digest differs, too: it says less."""
     other = attrs.evolve(CACHE, **{"model": b"other weights", **changes})
     ours = OfSGLang(CACHE, 1, 0).pool
-    dtype = torch.float32 if other.dtype == "float32" else torch.bfloat16
+    dtype = getattr(torch, other.dtype)
     tensors = {str(n): torch.zeros(8, other.heads, BLOCK, 2 * other.dim, dtype=dtype) for n in range(other.layers)}
     shapes = [vllm.LayerShape(name, KV, other.heads, None, "") for name in tensors]
     theirs, _ = vllm.common_pool_of(other, shapes, tensors, blocks=8, block=BLOCK, tp=1, rank=0)

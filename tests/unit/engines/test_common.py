@@ -52,7 +52,7 @@ def test_planes_follow_the_order_of_the_ranks_memory() -> None:
 def test_both_spellings_of_a_rotation_are_one_name() -> None:
     """Transformers 5 writes ``rope_parameters``; older ones ``rope_theta`` and ``rope_scaling``, with ``type``."""
     named = rotation({"rope_parameters": {"rope_type": "default", "rope_theta": 10000}})
-    assert named == "rotated by halves: default, partial_rotary_factor 1.0, rope_theta 10000.0"
+    assert named == "plain, rotated by halves: default, partial_rotary_factor 1.0, rope_theta 10000.0"
     assert rotation({"rope_theta": 10000.0, "rope_scaling": None}) == named
     assert rotation({"rope_theta": 10000.0, "rope_scaling": {"type": "default"}}) == named
     assert rotation({}) == named

@@ -1,9 +1,10 @@
 """vLLM's KV tensors as a pool, in place.
 
 vLLM gives each layer one tensor ``[blocks, heads, tokens, content]``, with strides of its own choice; MLA's has no axis
-of heads. ``content`` is all that a layer keeps of one token and head: K and V, or the latent. On GPUs a row is a token.
-The attention of vLLM's CPU backend stores the K of a whole block before its V, so there a row is a block, which is
-never cut; see ``csrc/cpu`` of vLLM 0.32.
+of heads. ``content`` is all that a layer keeps of one token and head: K and V, or the latent. On GPUs a row is a token,
+and K and V are components of their own, so that decode's cache may have another dtype than prefill's. The attention of
+vLLM's CPU backend stores the K of a whole block before its V, so there a row is a block, which is never cut; see
+``csrc/cpu`` of vLLM 0.32.
 
 The cache groups share one pool of blocks. A block belongs to one group at a time, and the groups lie in the same bytes.
 """
@@ -20,6 +21,7 @@ from ...geometry import CacheSpec, Component, Group, Plane, Shard, Site, even_un
 from ...ids import GroupId, LayerId
 from ...memory import Buffer, PagedPool
 from ..common import KV, CommonCache, Strides
+from ..scales import Float8
 
 
 @frozen
@@ -32,6 +34,7 @@ class LayerShape:
         heads: heads of the whole model, which tensor parallelism divides; 1: every rank holds all of it.
         window: tokens of a sliding window; None: none.
         format: names what is inside ``content``; sides with different ones are refused.
+        parts: elements of K and of V in ``content``; None: it is one component, which is not converted.
     """
 
     name: str
@@ -39,6 +42,7 @@ class LayerShape:
     heads: int
     window: int | None
     format: str
+    parts: tuple[int, int] | None = None
 
 
 def pool_of(
@@ -51,6 +55,7 @@ def pool_of(
     tp: int,
     rank: int,
     model: bytes,
+    float8: Mapping[str, Float8] | None = None,
 ) -> tuple[PagedPool, list[Shard]]:
     """The rank's pool, and the shards of all ranks.
 
@@ -63,6 +68,7 @@ def pool_of(
         tp: number of tensor-parallel ranks.
         rank: this rank.
         model: identifies the model.
+        float8: the layers whose K and V are float8, by name.
 
     Raises:
         UnsupportedError: a tensor that cannot be described by one stride per axis.
@@ -72,14 +78,16 @@ def pool_of(
     views: dict[LayerId, dict[str, torch.Tensor]] = {}
     groups: dict[LayerId, GroupId] = {}
     for number, layer in enumerate(layers):
-        view = _rows(layer.name, tensors[layer.name], blocks, block, row)
-        dtype = str(view.dtype).removeprefix("torch.")
-        size = view.shape[-1] * view.element_size()
-        component = Component(
-            "kv", dtype, layer.heads, size, tokens_per_row=row, window=layer.window, format=layer.format
-        )
-        at = LayerId(number)
-        components[at], views[at], groups[at] = [component], {"kv": view}, layer.group
+        at, cells = LayerId(number), _rows(layer.name, tensors[layer.name], blocks, block, row)
+        kept = (float8 or {}).get(layer.name)
+        views[at], groups[at] = _parts(layer, cells, kept), layer.group
+        components[at] = [
+            Component(
+                name, str(view.dtype).removeprefix("torch."), layer.heads, view.shape[-1] * view.element_size(),
+                tokens_per_row=row, window=layer.window, format=layer.format, scales=kept.scales[name] if kept else (),
+            )
+            for name, view in views[at].items()
+        ]  # fmt: skip
     spec = CacheSpec(components, model)
     shards = [shard(spec, tp=tp, rank=one) for one in range(tp)]
     pool = PagedPool.from_tensors(spec, shards[rank], views, layout="HND", group=groups, null_page=0, overlaid=True)
@@ -139,6 +147,19 @@ def common_pool_of(
     lengths = [one.nbytes for one in buffers.values()]
     site = Site(cache.spec, shards[rank], [Group(KV, block, blocks, null_page=0)], planes, lengths)
     return PagedPool(site, list(buffers.values())), shards
+
+
+def _parts(layer: LayerShape, cells: torch.Tensor, float8: Float8 | None) -> dict[str, torch.Tensor]:
+    """The components of a layer, which lie side by side in ``content``."""
+    if layer.parts is None:
+        return {"kv": cells}
+    if cells.shape[-1] != sum(layer.parts):
+        raise GeometryError(f"layer {layer.name}: {cells.shape[-1]} elements of a token and head, not {layer.parts}")
+    if float8 is not None:
+        if cells.element_size() != 1:
+            raise GeometryError(f"layer {layer.name}: {cells.dtype} are no {float8.dtype}")
+        cells = cells.view(getattr(torch, float8.dtype))
+    return dict(zip(("k", "v"), torch.split(cells, list(layer.parts), dim=-1), strict=True))
 
 
 def _rows(name: str, tensor: torch.Tensor, blocks: int, block: int, row: int) -> torch.Tensor:

@@ -206,12 +206,15 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Open this rank's endpoints over vLLM's tensors.
 
         Raises:
-            UnsupportedError: a tensor whose memory cannot be described.
+            UnsupportedError: a tensor whose memory cannot be described, or a float8 of another kind.
+            ConfigurationError: a scale of a float8 cache that cannot be.
         """
         self._worker, self._opened = open_worker(
             self._options,
             self._facts,
             kv_caches,
+            self._vllm_config.compilation_config.static_forward_context,
+            e4m3=str(current_platform.fp8_dtype()).removeprefix("torch."),
             rank=get_tensor_model_parallel_rank(),
             group=get_tp_group().cpu_group,
             produces=self._produces,

@@ -15,6 +15,7 @@ from ..opening import Opened, open_endpoints, queued_work, selecting
 from .cache import common_pool_of, pool_of
 from .host import EngineFacts
 from .options import ConnectorOptions
+from .quantized import float8_of
 from .worker import WorkerSide
 
 
@@ -22,7 +23,9 @@ def open_worker(
     options: ConnectorOptions,
     facts: EngineFacts,
     tensors: Mapping[str, torch.Tensor],
+    layers: Mapping[str, Any],
     *,
+    e4m3: str,
     rank: int,
     group: Any,
     produces: bool,
@@ -34,18 +37,20 @@ def open_worker(
         options: of the connector.
         facts: of the instance.
         tensors: vLLM's cache, by layer name.
+        layers: vLLM's attention layers, by name.
+        e4m3: what this platform means by ``fp8``.
         rank: tensor-parallel rank.
         group: vLLM's group of the tensor-parallel ranks on the CPU; all of them call.
         produces: the instance prefills for others.
         consumes: the instance decodes for others.
 
     Raises:
-        UnsupportedError: a tensor whose memory cannot be described.
-        ConfigurationError: an option that does not fit, or another rank has failed.
+        UnsupportedError: a tensor whose memory cannot be described, or a float8 of another kind.
+        ConfigurationError: an option or a scale that cannot be, or another rank has failed.
     """
     opened = open_endpoints(
         options,
-        partial(_pool, facts, tensors, rank),
+        partial(_pool, facts, tensors, layers, e4m3, rank),
         instance=facts.instance,
         strategy=selecting(options.strategy),
         tp=facts.tp,
@@ -54,13 +59,16 @@ def open_worker(
         produces=produces,
         consumes=consumes,
     )
-    layers = {layer.name: LayerId(number) for number, layer in enumerate(facts.layers)}
+    names = {layer.name: LayerId(number) for number, layer in enumerate(facts.layers)}
     mark = None if opened.on_cpu else queued_work
-    return WorkerSide(opened.sender, opened.receiver, layers, mark), opened
+    return WorkerSide(opened.sender, opened.receiver, names, mark), opened
 
 
-def _pool(facts: EngineFacts, tensors: Mapping[str, torch.Tensor], rank: int) -> tuple[PagedPool, list[Shard]]:
+def _pool(
+    facts: EngineFacts, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Any], e4m3: str, rank: int
+) -> tuple[PagedPool, list[Shard]]:
     place: dict[str, Any] = {"blocks": facts.blocks, "block": facts.block, "tp": facts.tp, "rank": rank}
     if facts.common is not None:
         return common_pool_of(facts.common, facts.layers, tensors, **place)
-    return pool_of(facts.layers, tensors, row=facts.row, model=facts.model, **place)
+    float8 = float8_of(facts.layers, layers, tp=facts.tp, e4m3=e4m3)
+    return pool_of(facts.layers, tensors, row=facts.row, model=facts.model, float8=float8, **place)

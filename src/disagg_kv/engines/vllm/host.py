@@ -12,6 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from ...errors import UnsupportedError
+from ...geometry.spec import PLAIN
 from ...ids import GroupId
 from ..common import KV, CommonCache, common_cache, read_config
 from ..model import model_digest
@@ -77,9 +78,9 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool =
     block = blocks.pop()
     shared = _common(vllm_config, specs, tiles=tiles) if common else None
     whole = tiles and any(type(spec).__name__ != "MLAAttentionSpec" for _, _, spec in specs)
-    row = block if whole and not common else 1
+    row, cache_dtype = block if whole and not common else 1, str(vllm_config.cache_config.cache_dtype)
     layers = tuple(
-        LayerShape(name, group, _heads(name, spec, model, parallel), _window(spec), _format(spec, row))
+        LayerShape(name, group, _heads(name, spec, model, parallel), _window(spec), *_content(spec, row, cache_dtype))
         for group, name, spec in specs
     )
     groups = tuple(
@@ -90,7 +91,6 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool =
         str(model.model),
         model.hf_config.to_dict(),
         model.dtype,
-        vllm_config.cache_config.cache_dtype,
         model.quantization,
         model.revision,
     )
@@ -199,7 +199,12 @@ def _window_of(group: GroupId, layers: Sequence[LayerShape]) -> int | None:
     return min((one.window for one in layers if one.group == group and one.window is not None), default=None)
 
 
-def _format(spec: Any, row: int) -> str:
-    """Names the arrangement of bytes; sides that differ are refused."""
-    kind = "latent" if type(spec).__name__ == "MLAAttentionSpec" else "kv"
-    return f"vllm {kind}{' of a block' if row > 1 else ''} {getattr(spec.kv_quant_mode, 'name', 'NONE').lower()}"
+def _content(spec: Any, row: int, cache_dtype: str) -> tuple[str, tuple[int, int] | None]:
+    """Names what is inside ``content``; and the elements of K and V, if they lie side by side without other bytes."""
+    mode = getattr(spec.kv_quant_mode, "name", "NONE")
+    latent = type(spec).__name__ == "MLAAttentionSpec"
+    packed = (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (None, None, 1)
+    if row == 1 and not latent and not packed and mode in ("NONE", "FP8_PER_TENSOR"):
+        return f"{PLAIN}, vllm", (int(spec.head_size), int(spec.head_size_v))
+    kind = f"{'latent' if latent else 'kv'}{' of a block' if row > 1 else ''}"
+    return f"vllm {kind} {mode.lower()}{'' if mode == 'NONE' else f' {cache_dtype}'}", None

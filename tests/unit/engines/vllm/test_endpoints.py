@@ -78,8 +78,9 @@ def opened() -> Iterator[Open]:
         tensors = {layer_name(n): torch.full((33, 4, 4, 8), -1.0, dtype=torch.float16) for n in range(3)}
         options = ConnectorOptions.of({"staging_bytes": STAGING, **given})
         side, ends = open_worker(
-            options, facts(vllm, cache, tiles=True), tensors, rank=0, group=None, produces=produces, consumes=consumes
-        )
+            options, facts(vllm, cache, tiles=True), tensors, {}, e4m3="float8_e4m3fn",
+            rank=0, group=None, produces=produces, consumes=consumes,
+        )  # fmt: skip
         made.append(Instance(side, ends, tensors))
         return made[-1]
 

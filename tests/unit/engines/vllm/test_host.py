@@ -33,14 +33,16 @@ def test_an_instance_with_full_attention() -> None:
     assert found.prefix_caching
     assert [(g.id, g.index, g.block, g.row, g.page_rows) for g in found.groups] == [("group 0", 0, 4, 1, 4)]
     assert [layer.name for layer in found.layers] == [layer_name(n) for n in range(3)]
-    assert {(layer.heads, layer.window, layer.format) for layer in found.layers} == {(4, None, "vllm kv none")}
+    assert {(layer.heads, layer.window, layer.format, layer.parts) for layer in found.layers} == {
+        (4, None, "plain, vllm", (5, 3))
+    }
 
 
 def test_a_row_is_a_block_where_the_platform_never_cuts_one() -> None:
     found = facts(*configs(Model(), "P"), tiles=True)
     assert found.row == 4
     assert found.groups[0].page_rows == 1
-    assert {layer.format for layer in found.layers} == {"vllm kv of a block none"}
+    assert {(layer.format, layer.parts) for layer in found.layers} == {("vllm kv of a block none", None)}
 
 
 def test_a_latent_has_one_head_and_rows_of_a_token() -> None:
@@ -84,7 +86,29 @@ def test_a_group_may_have_a_spec_per_layer() -> None:
     )
     found = facts(vllm, cache, tiles=False)
     assert [layer.window for layer in found.layers] == [None, 6, None]
-    assert found.layers[2].format == "vllm kv fp8_per_tensor"
+    assert {(layer.format, layer.parts) for layer in found.layers} == {("plain, vllm", (5, 3))}
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "tiles", "named"),
+    [
+        ("FP8_PER_TOKEN_HEAD", {}, False, "vllm kv fp8_per_token_head fp8_e5m2"),
+        ("FP8_PER_TENSOR", {}, True, "vllm kv of a block fp8_per_tensor fp8_e5m2"),
+        ("NONE", {"num_head_slots": 2}, False, "vllm kv none"),
+        ("NONE", {"state_content_bytes": 40}, False, "vllm kv none"),
+        ("NONE", {"tokens_per_state": 4}, False, "vllm kv none"),
+    ],
+)
+def test_content_that_is_not_one_k_and_one_v_is_one_opaque_component(
+    mode: str, changes: dict[str, Any], tiles: bool, named: str
+) -> None:
+    """It crosses between equal formats only; that of a quantized one names vLLM's type of the cache."""
+    vllm, cache = configs(Model(), "P")
+    vllm.cache_config.cache_dtype = "fp8_e5m2"
+    cache.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
+        4, 4, kv_quant_mode=SimpleNamespace(name=mode), **changes
+    )
+    assert {(one.format, one.parts) for one in facts(vllm, cache, tiles=tiles).layers} == {(named, None)}
 
 
 @pytest.mark.parametrize("tiles", [False, True])
@@ -163,13 +187,16 @@ def test_context_parallelism_of_one_is_none() -> None:
 
 
 def test_instances_of_one_model_agree_whatever_their_names_and_sizes() -> None:
+    """And whatever the types of their caches, which the components name."""
     digest = facts(*configs(Model(), "P"), tiles=False).model
+    vllm, cache = configs(Model(), "P")
+    vllm.cache_config.cache_dtype = "fp8"
+    assert facts(vllm, cache, tiles=False).model == digest
     assert digest == facts(*configs(Model(), "D", tp=2, blocks=7, caching=True), tiles=True).model
     for path, value in [
         ("model_config.model", "another/model"),
         ("model_config.dtype", "bfloat16"),
         ("model_config.quantization", "fp8"),
-        ("cache_config.cache_dtype", "fp8"),
         ("model_config.hf_config", SimpleNamespace(to_dict=lambda: {"layers": 4})),
     ]:
         vllm, cache = configs(Model(), "P")

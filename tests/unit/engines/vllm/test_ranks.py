@@ -31,7 +31,7 @@ def rank(number: int, store: str, wrong: bool, answers: Connection) -> None:
     opening._rendezvous = lambda options: meeting
     try:
         _, opened = endpoints.open_worker(
-            options, facts(*configs(Model(), "P", tp=2), tiles=True), tensors,
+            options, facts(*configs(Model(), "P", tp=2), tiles=True), tensors, {}, e4m3="float8_e4m3fn",
             rank=number, group=distributed.group.WORLD, produces=True, consumes=True,
         )  # fmt: skip
     except DisaggKVError as exc:
