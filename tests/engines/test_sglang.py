@@ -116,6 +116,30 @@ def test_tokens_are_those_of_one_server(
     all_free(decode)
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1)])
+def test_a_decode_server_keeps_a_float8_cache(
+    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int
+) -> None:
+    """A quarter of float32's bytes cross, and checksums compare all of them with the conversion of prefill's.
+
+    The first token is that of one server. The others follow from rounded rows. One server with such a cache gives
+    others again: it reads rounded rows while it computes the prompt.
+    """
+    options = {"verify": "full"}
+    prefill, decode = pair(
+        servers,
+        {"tp_size": prefill_tp, "page_size": 16, "options": options, "chunked_prefill_size": 64},
+        {"tp_size": decode_tp, "kv_cache_dtype": "fp8_e4m3", "options": options},
+    )
+    for room, length in enumerate(LENGTHS, 1):
+        first, second = serve(prefill, decode, room, prompt(length), COUNT)
+        assert first["output_ids"] == tokens_of(prompt(length))[:1]
+        assert second["output_ids"][:1] == first["output_ids"]
+        assert len(second["output_ids"]) == COUNT
+    assert sum(sent_bytes(prefill)) == sum(LENGTHS) * ROW_BYTES // 4
+    all_free(decode)
+
+
 def test_swapped_heads_give_other_tokens(servers: Start, tokens_of: TokensOf) -> None:
     """The comparison above can fail."""
     prefill, decode = pair(servers, {}, {"environment": {"SGLANG_CPU_SWAP": "1"}})

@@ -22,6 +22,7 @@ from ...ids import LayerId
 from ...memory import Buffer, PagedPool
 from ...memory.raw import bytes_of
 from ..common import KV, CommonCache, Strides
+from .quantized import Scales
 
 TOKEN, ROOM = np.dtype(np.int32), np.dtype(np.uint64)
 """Element types of the first buffer of metadata rows, which has the first token, and of the last one: the room."""
@@ -135,6 +136,7 @@ def pool_of(
     rank: int,
     model: bytes,
     device: str,
+    scales: Sequence[tuple[Scales, Scales]] = (),
 ) -> tuple[SGLangPool, list[Shard]]:
     """The rank's pool, and the shards of all ranks.
 
@@ -149,6 +151,7 @@ def pool_of(
         rank: this rank.
         model: identifies the model.
         device: where the pages are, such as ``cpu`` or ``cuda:0``.
+        scales: of each layer those of K and of V, for a float8; empty: 1.
 
     Raises:
         UnsupportedError: sizes that do not divide into the model's heads.
@@ -166,7 +169,8 @@ def pool_of(
         unit, rest = divmod(item, page * local)
         if rest:
             raise UnsupportedError(f"KV buffer {number}: {item} bytes of a page of {page} tokens of {local} heads")
-        components[LayerId(layer)].append(Component(names[component], dtype, units, unit))
+        of = scales[layer][component] if scales else ()
+        components[LayerId(layer)].append(Component(names[component], dtype, units, unit, scales=of))
         planes.append(Plane(LayerId(layer), names[component], KV, number, 0, item, local * unit, unit))
     spec = CacheSpec(components, model)
     shards = [shard(spec, tp=tp, rank=one) for one in range(tp)]

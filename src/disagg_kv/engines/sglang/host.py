@@ -23,6 +23,7 @@ from ..opening import agreed, open_endpoints, queued_work
 from .bootstrap import register
 from .cache import Buffers, SGLangPool, common_pool_of, pool_of
 from .options import SGLangOptions
+from .quantized import Scales
 from .rooms import Side
 
 DTYPES = {
@@ -48,6 +49,7 @@ class ServerFacts:
         model: identifies the model.
         device: where the cache is, such as ``cpu`` or ``cuda:0``.
         common: the cache in the terms that engines share; None: it is described as SGLang stores it.
+        scales: of each layer those of K and of V, for a float8; empty: 1.
     """
 
     tp: int
@@ -58,6 +60,7 @@ class ServerFacts:
     model: bytes
     device: str
     common: CommonCache | None = None
+    scales: tuple[tuple[Scales, Scales], ...] = ()
 
 
 def common_of(server_args: Any, quantization: str | None, dtype: str) -> CommonCache:
@@ -102,12 +105,13 @@ def first_token(request: Any) -> int | None:
     return token
 
 
-def cache_dtype(name: str, model: str) -> str:
+def cache_dtype(name: str, model: str, kept: str) -> str:
     """The element type of a KV cache.
 
     Args:
         name: SGLang's ``kv_cache_dtype``.
         model: element type of the model, which ``auto`` means.
+        kept: element type of SGLang's pool.
 
     Raises:
         UnsupportedError: a cache whose bytes the plug-in does not know.
@@ -115,6 +119,8 @@ def cache_dtype(name: str, model: str) -> str:
     known = DTYPES.get(model if name == "auto" else name)
     if known is None:
         raise UnsupportedError(f"backend 'disagg_kv' does not move KV caches of type {name!r} yet; {sorted(DTYPES)}")
+    if known != kept:
+        raise UnsupportedError(f"backend 'disagg_kv' does not move KV caches of {kept} yet; {name!r} means {known}")
     return known
 
 
@@ -182,7 +188,8 @@ def _pool(args: Any, facts: ServerFacts) -> tuple[SGLangPool, list[Shard]]:
     if facts.common is not None:
         return common_pool_of(facts.common, kv, rows, **place)
     return pool_of(
-        kv, rows, heads=facts.heads, latent=facts.latent, dtype=facts.dtype, model=facts.model, **place
+        kv, rows, heads=facts.heads, latent=facts.latent, dtype=facts.dtype, model=facts.model, scales=facts.scales,
+        **place,
     )  # fmt: skip
 
 

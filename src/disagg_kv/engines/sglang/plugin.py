@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -33,11 +34,20 @@ from ..opening import queued_work
 from .bootstrap import BootstrapServer
 from .host import ServerFacts, announce, cache_dtype, common_of, first_token, open_side, refuse
 from .options import SGLangOptions
+from .quantized import scales_of
 from .rooms import ReceiverRoom, SenderRoom
 
 NAME = "disagg_kv"
 
+NEW_MANAGER = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
+)
 NEW_RECEIVER = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+
+
+_runner: ContextVar[Any] = ContextVar("runner")
+"""SGLang's ``ModelRunner``, while a queue makes its manager."""
 
 
 @frozen
@@ -119,20 +129,38 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
     options = SGLangOptions.from_environment(os.environ)
     options.check(not produces and disagg.disaggregation_decode_enable_radix_cache)
     model = ModelConfig.from_server_args(server_args)
-    dtype = cache_dtype(args.kv_cache_dtype_str, str(model.dtype).removeprefix("torch."))
+    runner, plain = _runner.get(), str(model.dtype).removeprefix("torch.")
+    dtype = cache_dtype(args.kv_cache_dtype_str, plain, str(runner.kv_cache_dtype).removeprefix("torch."))
+    heads = model.get_total_num_kv_heads()
     if options.common and not produces:
         _check_rows()
     facts = ServerFacts(
         tp=parallel.tp_size,
         rank=parallel.tp_rank,
-        heads=model.get_total_num_kv_heads(),
+        heads=heads,
         latent=latent,
         dtype=dtype,
         model=model_digest(server_args.model_path, model.hf_config.to_dict(), model.dtype, model.quantization),
         device="cpu" if server_args.device == "cpu" else f"cuda:{torch.cuda.current_device()}",
         common=common_of(server_args, model.quantization, dtype) if options.common else None,
-    )
+        scales=tuple(
+            scales_of(
+                runner.model.modules(), dtype=dtype, layers=len(args.kv_item_lens) // (1 if latent else 2),
+                heads=max(1, heads // parallel.tp_size), tp=parallel.tp_size, latent=latent,
+                backend=runner.attn_backend,
+            )
+        ),
+    )  # fmt: skip
     return options, facts
+
+
+def _with_runner(original: Callable[..., Any], queue: Any, *args: Any, **others: Any) -> Any:
+    """Around the making of a manager, which SGLang does not give the model."""
+    token = _runner.set(queue.scheduler.tp_worker.model_runner)
+    try:
+        return original(queue, *args, **others)
+    finally:
+        _runner.reset(token)
 
 
 def _check_rows() -> None:
@@ -216,3 +244,5 @@ def register_backend() -> None:
         return classes[class_type] if ours else original(transfer_backend, class_type)
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", kv_class, HookType.AROUND)
+    for queue in NEW_MANAGER:
+        HookRegistry.register(queue, _with_runner, HookType.AROUND)

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import torch
 
 from disagg_kv.engines.common import CommonCache
 from disagg_kv.engines.sglang.bootstrap import BootstrapServer
@@ -27,6 +28,7 @@ from disagg_kv.engines.sglang.host import (
 from disagg_kv.engines.sglang.options import SGLangOptions
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
 from disagg_kv.errors import RemoteProtocolError, UnsupportedError
+from disagg_kv.kernels.convert import reference
 from tests.support.processes import wait
 
 FACTS = ServerFacts(tp=1, rank=0, heads=2, latent=False, dtype="float16", model=b"m", device="cpu")
@@ -58,9 +60,9 @@ class Memory:
             kv_layout=None,
         )
 
-    def side(self, options: SGLangOptions, *, produces: bool) -> tuple[Side, Any]:
+    def side(self, options: SGLangOptions, *, produces: bool, **changes: Any) -> tuple[Side, Any]:
         common = CommonCache(layers=2, heads=2, dim=8, dtype="float16", rotation="rotated", model=b"m")
-        facts = attrs.evolve(FACTS, common=common) if options.common else FACTS
+        facts = attrs.evolve(FACTS, common=common if options.common else None, **changes)
         return open_side(lambda: (options, facts), self.args, tp=1, produces=produces, group=None)
 
 
@@ -101,18 +103,61 @@ def test_servers_find_each_other_through_the_bootstrap_server(given: dict[str, A
         decode.close()
 
 
+def test_prefill_converts_to_decodes_float8_with_its_scales() -> None:
+    """Decode's pages hold the specified conversion of prefill's rows, and nothing else changes."""
+    options = SGLangOptions.read("options", {"verify": "full"})
+    p, d = Memory(), Memory()
+    narrow = [np.full((24, 2, 8), 0xA5, np.uint8) for _ in range(4)]
+    d.args.kv_data_ptrs = [one.ctypes.data for one in narrow]
+    d.args.kv_data_lens, d.args.kv_item_lens = [one.nbytes for one in narrow], [4 * 2 * 8] * 4
+    scales = (((0.5,), (0.25,)), ((), (3.0,)))
+    prefill, source = p.side(options, produces=True)
+    decode, _ = d.side(options, produces=False, dtype="float8_e4m3fn", scales=scales)
+    server = BootstrapServer("127.0.0.1", 0)
+    address = f"127.0.0.1:{server.port}"
+    try:
+        announce("0.0.0.0", server.port, source)
+        wait(lambda: decode.directory.ensure(address), lambda: str(decode.directory.problem(address)))
+        sender, receiver = SenderRoom(prefill, 1), ReceiverRoom(decode, address, 1)
+        receiver.asked(range(7), None)
+        receiver.init(0)
+        receiver.send_metadata(np.array([4, 2], np.int32), 2)
+        wait(lambda: sender.poll() is Poll.WAITING_FOR_INPUT, lambda: "decode's request")
+        draw = np.random.default_rng(0)
+        for array in p.kv:
+            array[:] = (draw.standard_normal(array.shape) * 300).astype(np.float16).view(np.uint16)
+        assert sender.pop_decode_prefix_len() == 0
+        sender.init(2, 1)
+        sender.send(np.array([1, 3], np.int32), None, 7)
+        wait(lambda: {sender.poll(), receiver.poll()} == {Poll.SUCCESS}, lambda: f"{sender.poll()} {receiver.poll()}")
+    finally:
+        server.close()
+        prefill.close()
+        decode.close()
+    for number, (ours, theirs) in enumerate(zip(p.kv, narrow, strict=True)):
+        scale = scales[number % 2][number // 2] or (1.0,)
+        rows = torch.from_numpy(ours.view(np.float16)).float() * (1 / torch.tensor(scale))
+        wanted = np.full_like(theirs, 0xA5)
+        cells = reference.rounded(rows, "float8_e4m3fn").numpy()
+        wanted[16:20], wanted[8:11] = cells[4:8], cells[12:15]
+        assert np.array_equal(theirs, wanted)
+
+
 def test_the_bootstrap_server_of_its_own_host() -> None:
     for host in ("127.0.0.1", "::", ""):
         announce(host, 1, SimpleNamespace(instance="a", addresses=())).set()  # type: ignore[arg-type]
 
 
 def test_types_of_caches() -> None:
-    assert cache_dtype("auto", "bfloat16") == "bfloat16"
-    assert cache_dtype("fp8_e4m3", "bfloat16") == "float8_e4m3fn"
+    """By SGLang's name of the type, and by the type of its pool."""
+    assert cache_dtype("auto", "bfloat16", "bfloat16") == "bfloat16"
+    assert cache_dtype("fp8_e4m3", "bfloat16", "float8_e4m3fn") == "float8_e4m3fn"
     with pytest.raises(UnsupportedError, match="'mxfp8'"):
-        cache_dtype("mxfp8", "bfloat16")
+        cache_dtype("mxfp8", "bfloat16", "float8_e4m3fn")
     with pytest.raises(UnsupportedError, match="'auto'"):
-        cache_dtype("auto", "int3")
+        cache_dtype("auto", "int3", "int3")
+    with pytest.raises(UnsupportedError, match="KV caches of float8_e4m3fnuz yet; 'fp8_e4m3' means float8_e4m3fn"):
+        cache_dtype("fp8_e4m3", "bfloat16", "float8_e4m3fnuz")
 
 
 def test_what_is_not_moved_is_refused_by_name() -> None:
