@@ -31,10 +31,10 @@ from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import All, Buffer, ConvertedPool, Event, Layout, PagedPool, bytes_of, new_buffer
 from disagg_kv.planning import PairPlan, Segment
 from tests.support import copy_grid
-from tests.support.convert_grid import Case, cases, check, content, every_code, moves_of
+from tests.support.convert_grid import HEADS, Case, cases, check, content, every_code, moves_of
 from tests.support.copy_grid import CopyGrid, check_copy
 from tests.support.kernel_grid import buffer_on
-from tests.support.pools import KV
+from tests.support.pools import KV, staged_layout
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it runs natively here"))
 ODD = list(cases((5, 3)))
@@ -45,6 +45,18 @@ EVEN = list(cases((16, 8)))
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_numpy_gathers_and_sums_what_the_reference_does(case: Case, layout: Layout) -> None:
     check(KERNELS["cpu"], case, layout, "cpu", (1, 3))
+
+
+def test_sums_of_more_rows_than_are_converted_at_once_are_those_of_the_reference() -> None:
+    """They are sums modulo 2^64, without a warning."""
+    case = EVEN[8]
+    own = PagedPool.allocate(case.source, shard(case.source), pages=400, page_size=4, allocator=_content)
+    pool = ConvertedPool(own, case.target)
+    converted = [number for number, how in enumerate(pool.site.conversions) if how is not None]
+    entries = [(number, 0, HEADS, 0, 1500, 0) for number in converted]
+    move = Move(staged_layout(entries, 1), {KV: PageTable(KV, list(range(375)))}, 0)
+    ours, theirs = (of.checksum(pool, [move], None).read()[0] for of in (KERNELS["cpu"], ReferenceKernels()))
+    assert np.array_equal(ours, theirs)
 
 
 INTO: list[copy_grid.Kind] = [("HND", False, 3), ("NHD", True, 5)]

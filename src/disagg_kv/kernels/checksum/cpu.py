@@ -28,9 +28,11 @@ def _converted(pool: MemoryPool, move: Move) -> U64:
     for i, begin in enumerate(places(pool.site, move.layout)):
         row = 0
         for cells in blocks(pool, move.layout, move.tables, i):
-            where = _placed(*cells.shape[:2]) + begin + np.uint64(row) * np.uint64(ROW)
+            # Modulo 2^64, of which NumPy warns where it computes with single numbers.
+            first = np.uint64((int(begin) + row * int(ROW)) % (1 << 64))
+            where = _placed(*cells.shape[:2]) + first
             values = mix(where.reshape(-1) + _hashed(cells.reshape(-1, cells.shape[2])))
-            sums[i] += values.sum(dtype=np.uint64)
+            sums[i : i + 1] += values.sum(dtype=np.uint64)
             row += len(cells)
     return sums
 
