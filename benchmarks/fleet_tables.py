@@ -50,3 +50,17 @@ def scale(found: Found) -> str:
         "per peer."
     )
     return f"{said}\n\n{table([head, *rows])}"
+
+
+def links(found: Found) -> str:
+    """What a connected peer costs a channel or a transport, and what is left of that."""
+    head = ["link", "bytes", "descriptors", "left: bytes", "descriptors", "bytes after `malloc_trim`"]
+    rows = (
+        [
+            one["kind"],
+            *(f"{one[name]:,.0f}" for name in ("nbytes", "descriptors", "left_bytes", "left_descriptors")),
+            f"{one['trimmed_bytes']:,.0f}",
+        ]
+        for one in found["links"]
+    )
+    return f"Per peer, of {found['peers']}; left after {found['rounds']} rounds.\n\n{table([head, *rows])}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.engine_tables import sglang, vllm
-from benchmarks.fleet_tables import fleet, scale
+from benchmarks.fleet_tables import fleet, links, scale
 from benchmarks.mapped_tables import gpu_busy, gpu_mapped, gpu_proof
 from benchmarks.tables import Found, table
 
@@ -170,7 +170,9 @@ def kernels(found: Found) -> str:
 def planning(found: Found) -> str:
     """What a plan costs."""
     steps = [[name, f"{ms:.2f}"] for name, ms in found["median_ms"].items()]
-    return table([["step", "ms, median"], *steps, ["all", f"{found['total_ms']:.2f}"]])
+    replicas = [["replicas", "ms"], *([n, f"{ms:,.1f}"] for n, ms in found["elect_ms_by_replicas"].items())]
+    plan = table([["step", "ms, median"], *steps, ["all", f"{found['total_ms']:.2f}"]])
+    return f"{plan}\n\n{table(replicas)}"
 
 
 def observer(found: Found) -> str:
@@ -520,6 +522,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_prefix_workload.json": prefix_workload,
     "mutants.json": mutants,
     "simulation.json": simulation,
+    "cpu_links.json": links,
     "cpu_scale.json": scale,
     "cpu_fleet.json": fleet,
     "cpu_fleet_minute.json": fleet,

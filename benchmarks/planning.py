@@ -1,5 +1,7 @@
 """Planning a request of 128K tokens, 64 layers, TP 8 -> 4, staged: every step that one writer and one target take.
 
+Then the election among replicas: every rank of an instance holds the same latent, as with MLA.
+
 The plan is checked first: its segments tile the rows, and its bytes are those of the box. Limits: 10 ms in all, and at
 least 1,000 times fewer writes than one per token and head slice for 8,192 tokens, TP 4 -> 1. The clock is the thread's
 CPU time, to which other processes on the host add only what they take of caches and memory bandwidth.
@@ -26,6 +28,9 @@ from disagg_kv.strategies import explain
 TOKENS, LAYERS, HEADS, DIM, PAGE = 128 * 1024, 64, 8, 128, 64
 SLOT, LEASE = 64 << 20, 512 << 20
 RUNS = 30
+REPLICAS = (8, 64, 512, 4096)
+"""Ranks of an instance; the last number is the most that there may be."""
+
 LIMIT_MS = 10.0
 LIMIT_RATIO = 1000
 
@@ -50,6 +55,19 @@ def _plan(spec: CacheSpec) -> tuple[list[Segment], int, dict[str, float]]:
     assert sent == sum(places[Rank(0)][1] for places, _ in leases)
     steps = ("elect", "cut", "leases", "layouts")
     return segments, sent, dict(zip(steps, (b - a for a, b in pairwise(times)), strict=True))
+
+
+def _elect(ranks: int) -> float:
+    """Milliseconds to find out what each of some replicas sends; the least of three times."""
+    spec = CacheSpec.kv(LAYERS, 1, 4 * DIM, "bfloat16")
+    writers, target = [shard(spec, tp=ranks, rank=rank) for rank in range(ranks)], shard(spec)
+    took = []
+    for rotation in range(3):
+        began = time.thread_time()
+        intake = Intake.build(spec, writers, target, rotation)
+        took.append(time.thread_time() - began)
+        assert all(intake.parts), "a replica sends nothing"
+    return 1e3 * min(took)
 
 
 def main() -> int:
@@ -79,6 +97,7 @@ def main() -> int:
                 "descriptors_8192_tokens_tp4_to_1": dict(counted),
                 "slice_over_staged": ratio,
                 "limit_ratio": LIMIT_RATIO,
+                "elect_ms_by_replicas": {str(ranks): round(_elect(ranks), 3) for ranks in REPLICAS},
                 "runs": RUNS,
                 "machine": attrs.asdict(Machine.here()),
             },

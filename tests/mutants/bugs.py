@@ -38,6 +38,8 @@ BUGS: Sequence[Mutant] = (
            RECEIVE + "_part", "self.inbound.has_placed(segment)", "False"),
     Mutant("a segment is sent again to a destination that has it",
            MOVER + "_gathered", "in posts:", "in [*posts, *posts]:"),
+    Mutant("a link is dropped although memory in quarantine waits for evidence about its peer",
+           DECODE + "_publish", "self._hold(room)", "self._hold(room)\n        self._silences.forget(room.key)"),
     Mutant("links to dead subscribers are kept for ever",
            LINKS + "drop", "self._disconnect(link)", "pass"),
     Mutant("a write that could not be posted is only logged",

@@ -3,6 +3,7 @@
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
+    UNKNOWN_LINK,
     Arrived,
     Channel,
     Closed,
@@ -11,6 +12,7 @@ from .base import (
     Opened,
     Rejected,
     SupportsBatches,
+    SupportsLinkCost,
     SupportsNaps,
     check_frame,
     check_together,
@@ -24,6 +26,7 @@ from .zeromq import ZmqChannel
 __all__ = [
     "MAX_FRAME",
     "MAX_TOGETHER",
+    "UNKNOWN_LINK",
     "Arrived",
     "Channel",
     "Closed",
@@ -35,6 +38,7 @@ __all__ = [
     "Opened",
     "Rejected",
     "SupportsBatches",
+    "SupportsLinkCost",
     "SupportsNaps",
     "UnixChannel",
     "ZmqChannel",

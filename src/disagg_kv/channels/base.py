@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from attrs import frozen
 
 from ..errors import ConfigurationError
+from ..transports import LinkCost
 
 MAX_FRAME = 1 << 20
 """Bytes of the largest control frame."""
@@ -152,3 +153,17 @@ class SupportsNaps(Protocol):
     def nap(self, timeout_s: float) -> None:
         """Sleep for ``timeout_s`` seconds, or until :meth:`Channel.poll` would return at once."""
         ...
+
+
+@runtime_checkable
+class SupportsLinkCost(Protocol):
+    """A channel that knows what a peer costs it: its own connection to the peer, and the peer's to it."""
+
+    @property
+    def link_cost(self) -> LinkCost:
+        """Bytes and descriptors of one peer; a constant."""
+        ...
+
+
+UNKNOWN_LINK = LinkCost(65_536, 5)
+"""What is assumed of a channel that does not know."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from ..errors import ConfigurationError
+from ..transports import LinkCost
 from .base import Arrived, Closed, News, Opened, check_frame
 
 
@@ -38,6 +39,9 @@ class InprocChannel:
     Raises:
         ConfigurationError: an open channel has that name.
     """
+
+    link_cost = LinkCost(200, 0)
+    """Two entries of a table."""
 
     def __init__(self, hub: Hub, name: str) -> None:
         self._hub = hub

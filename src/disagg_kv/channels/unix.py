@@ -20,7 +20,7 @@ from pathlib import Path
 from attrs import define, field
 
 from ..errors import ConfigurationError
-from ..transports import Home
+from ..transports import Home, LinkCost
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
@@ -111,6 +111,9 @@ class UnixChannel:
     Raises:
         ConfigurationError: an address that is in use or cannot be bound.
     """
+
+    link_cost = LinkCost(1_200, 2)
+    """A socket in each direction; benchmarks/links.py measures both numbers."""
 
     def __init__(self, bind: str, *, high_water: int = 10_000) -> None:
         if not bind.startswith(f"{SCHEME}/"):

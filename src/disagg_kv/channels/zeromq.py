@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .. import arguments
 from ..errors import ConfigurationError
-from ..transports import Home
+from ..transports import Home, LinkCost
 from .advertise import reached_at
 from .authenticator import KeyAuthenticator
 from .base import (
@@ -110,6 +110,10 @@ class ZmqChannel:
         ConfigurationError: an address that leaves the host without keys, is in use or cannot be bound; keys together
             with ``unencrypted_network``; ``advertise`` is no such host, or none is found.
     """
+
+    link_cost = LinkCost(68_000, 5)
+    """ZeroMQ allocates queues in blocks of 256 messages, and a PUSH socket with its monitor has several queues.
+    ``benchmarks/links.py`` measures both numbers."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import resource
@@ -26,10 +27,6 @@ EXPOSED = {
     "shm": "a peer maps what the transport allocated, and nothing else",
 }
 """What a mapping exposes to the peers that are connected, of transports that map memory between processes."""
-
-PEER_DESCRIPTORS, OWN_DESCRIPTORS = 10, 256
-"""File descriptors of a process for each connected peer, and for all else. ``benchmarks/scale.py`` measures the first:
-a ZeroMQ channel over Unix sockets takes the most."""
 
 NEEDED = ("transports", "kernels", "channels")
 """Of each of these at least one must work."""
@@ -73,7 +70,7 @@ def doctor(
 ) -> None:
     """Show what works on this host, and for the rest the reason and the remedy."""
     with _stdout_is_stderr():
-        found = {**examine(), "limits": [descriptors(peers, *resource.getrlimit(resource.RLIMIT_NOFILE))]}
+        found = {**examine(), "limits": limits(peers, *resource.getrlimit(resource.RLIMIT_NOFILE))}
         troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
     lacking = [kind for kind in NEEDED if not any(f.works for f in found[kind])]
     lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
@@ -192,14 +189,32 @@ def rivals(module: str, installed: Mapping[str, Sequence[str]]) -> Sequence[str]
     return [f"{' and '.join(names)} all install the module {module!r}: uninstall all of them, and install one"]
 
 
-def descriptors(peers: int, soft: int, hard: int) -> Finding:
-    """Whether a process with an endpoint may have as many file descriptors as its peers need."""
-    needed = OWN_DESCRIPTORS + PEER_DESCRIPTORS * peers
-    detail = f"{peers:,} peers need up to {needed:,}, and the soft limit is {soft:,}"
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return Finding("descriptors", True, detail)
+def limits(peers: int, soft: int, hard: int) -> Sequence[Finding]:
+    """Whether an endpoint of a process keeps the links to all of these peers, by kind of channel."""
+    from ..channels import UnixChannel, ZmqChannel
+    from ..endpoints.runtime.link_budget import OVER, OWN_DESCRIPTORS, OWN_LINK, allowed_descriptors, allowed_links
+    from ..protocol import Options
+    from ..transports import Capabilities
+
+    found = []
+    for kind in (UnixChannel, ZmqChannel):
+        cost = OWN_LINK + kind.link_cost + Capabilities().link
+        links = allowed_links(cost, Options(), soft)
+        name = f"links, {'unix' if kind is UnixChannel else 'zeromq'}"
+        needed = OWN_DESCRIPTORS + math.ceil(OVER * cost.descriptors * peers)
+        most = "all" if links.most >= peers else f"the {links.most:,.0f} used last"
+        detail = f"of {peers:,} peers, {most} keep their links when idle"
+        detail += f": {cost.descriptors} descriptors and {cost.nbytes:,} bytes each; the soft limit is {soft:,}"
+        few = allowed_descriptors(soft) < cost.descriptors * peers
+        remedies = [_raised(needed, hard)] if few else []
+        remedies += [f"Options(link_bytes={cost.nbytes * peers})"] if cost.nbytes * peers > Options().link_bytes else []
+        found.append(Finding(name, links.most >= peers, detail, "" if links.most >= peers else "; ".join(remedies)))
+    return found
+
+
+def _raised(needed: int, hard: int) -> str:
     raised = "" if hard == resource.RLIM_INFINITY or hard >= needed else f", after the hard limit of {hard:,} is raised"
-    return Finding("descriptors", False, detail, f"ulimit -n {needed}{raised}")
+    return f"ulimit -n {needed}{raised}"
 
 
 def _local(scheme: str) -> str | None:

@@ -28,6 +28,8 @@ ROWS = (
     ("CPU while joining, seconds per rank", "joining_cpu_s", "{:.3f}"),
     ("leases withheld", "withheld", "{:,}"),
     ("peers per rank at the end", "peers_per_rank", "{:.1f}"),
+    ("links per rank at the end", "links_per_rank", "{:.1f}"),
+    ("links dropped, per rank", "links_dropped_per_rank", "{:,.1f}"),
     ("events simulated", "events", "{:,}"),
     ("wall time, seconds", "wall_s", "{:,.0f}"),
     ("memory, MiB", "memory_bytes", "{:,.0f}"),

@@ -37,6 +37,9 @@ def simulate(
         str, typer.Option("--fleet", help="Simulate one fleet in place of worlds: PREFILLSxDECODES, such as 200x200.")
     ] = "",
     seconds: Annotated[float, typer.Option(help="Simulated seconds of a fleet's traffic.")] = 60.0,
+    links: Annotated[
+        int, typer.Option(min=0, help="Budget of links of each rank of a fleet; 0: that of an endpoint.")
+    ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Run the real endpoints on a fake clock, network, DMA engine and memory, and check the rules."""
@@ -44,10 +47,12 @@ def simulate(
         if seeds != 1000 or jobs != 1 or trace_one:
             raise ConfigurationError("--fleet is one simulation: without --seeds, --jobs and --trace")
         prefills, decodes = fleet_size(fleet_of)
-        plan = FleetPlan(prefills, decodes, seconds=seconds, faults=named_faults(faults), seed=seed_from)
+        plan = FleetPlan(prefills, decodes, seconds=seconds, faults=named_faults(faults), seed=seed_from, links=links)
         if not fleet(plan, as_json=as_json):
             raise typer.Exit(1)
         return
+    if links:
+        raise ConfigurationError("--links is of a --fleet")
     _worlds(seeds, seed_from, faults, jobs, trace_one, as_json=as_json)
 
 

@@ -86,7 +86,7 @@ def shown(found: Sequence[Status], rooms: int) -> Sequence[RenderableType]:
 
 
 def _endpoints(found: Sequence[Status]) -> Table:
-    names = ("endpoint", "state", "pid", "rooms", "ring", "slots", "quarantine", "peers")
+    names = ("endpoint", "state", "pid", "rooms", "ring", "slots", "quarantine", "peers", "links")
     table = _table("", names)
     for one in found:
         memory, phases = one["memory"], one["rooms_by_phase"]
@@ -99,6 +99,7 @@ def _endpoints(found: Sequence[Status]) -> Table:
             f"{memory['slots_used']} of {memory['slots']}" if memory["slots"] else "-",
             size(memory["quarantined_bytes"]),
             str(len(one["peers"])),
+            f"{one['links']['held']} of {one['links']['most']}",
         )
     return table
 

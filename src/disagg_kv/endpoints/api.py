@@ -90,7 +90,7 @@ class Report:
             self.spend("wire", now - self._since)
 
 
-PeerState = Literal["connected", "idle", "silent", "lost", "ended"]
+PeerState = Literal["connected", "idle", "silent", "parted", "lost", "ended"]
 
 
 @frozen
@@ -100,7 +100,8 @@ class PeerInfo:
     Args:
         instance, rank, address, epoch, host, pid: as the peer introduced itself.
         state: ``connected``; ``idle``: no room uses it, so it gets and sends no heartbeats; ``silent``: it missed
-            heartbeats; ``lost``; ``ended``: its process was seen or confirmed to have ended, and its last writes may
+            heartbeats; ``parted``: its link was dropped, as no room used it, and the next room makes it again;
+            ``lost``; ``ended``: its process was seen or confirmed to have ended, and its last writes may
             still land.
         silent_s: seconds since its last frame; infinite: not known any more.
         ring_bytes: on decode, bytes of ring leases of failed rooms that the peer may still write to. A lease that waits
@@ -146,6 +147,8 @@ class Usage:
         slots: on prefill, number of staging slots; 0 on decode.
         slots_used: slots that are being filled, or that a write may still read.
         quarantined_bytes: bytes of ring or slots of failed rooms that wait for evidence.
+        links: peers to which there are connections, or a watch of their process.
+        links_most: links above which those are dropped that no room uses.
     """
 
     rooms: Mapping[Phase, int]
@@ -154,6 +157,8 @@ class Usage:
     slots: int = 0
     slots_used: int = 0
     quarantined_bytes: int = 0
+    links: int = 0
+    links_most: int = 0
 
 
 @frozen

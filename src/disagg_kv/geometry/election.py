@@ -97,7 +97,7 @@ def rotations(spec: CacheSpec, writers: Sequence[Shard], target: Shard) -> int:
 def _boxes(spec: CacheSpec, writers: Sequence[Shard], target: Shard) -> Iterator[_Box]:
     """Cut the target into boxes that are maximal in layers."""
     target.check(spec)
-    for shard in writers:
+    for shard in dict.fromkeys(writers):
         shard.check(spec)
     _refuse_unsupported(writers, target)
     for name in spec.names():

@@ -48,6 +48,7 @@ WRITES = Metric("writes", "counter", "Descriptors of ended rooms that were poste
 LAYER_GROUPS = Metric("layer_groups", "counter", "Layer groups into which chunks were divided; on prefill only.")
 LOST_PEERS = Metric("lost_peers", "counter", "Peers that were lost.")
 RETRIES = Metric("retries", "counter", "Attempts after the first one of a request.")
+LINKS_DROPPED = Metric("links_dropped", "counter", "Links that were dropped, as no room used them.")
 LOOKUP_FAILURES = Metric("lookup_failures", "counter", "Look-ups that the rendezvous could not answer.")
 REFUSALS = Metric("refusals", "counter", "What peers sent and the endpoint refused, by reason.", ("reason",))
 FRAMES_DROPPED = Metric("frames_dropped", "counter", "Frames of this endpoint that were not sent, by reason.",
@@ -69,18 +70,22 @@ RING_USED = Metric("ring_used_bytes", "gauge", "Bytes of the ring that are lease
 SLOTS = Metric("slots", "gauge", "Staging slots; on prefill only.")
 SLOTS_USED = Metric("slots_used", "gauge", "Slots that are being filled or that a write may still read.")
 QUARANTINED = Metric("quarantined_bytes", "gauge", "Bytes of ring or slots of failed rooms that wait for evidence.")
-PEERS = Metric("peers", "gauge", "Peers that are connected or hold memory, by state.", ("state",))
+PEERS = Metric("peers", "gauge", "Peers that are connected, parted, or hold memory, by state.", ("state",))
+LINKS = Metric("links", "gauge", "Peers to which there are connections.")
+LINKS_BUDGET = Metric("links_budget", "gauge", "Links above which those are dropped that no room uses.")
 
 METRICS = (
     ROOM_SECONDS, *SECONDS.values(), ROOMS_ENDED, ROOMS_FAILED, BYTES, SEGMENTS, WRITES, LAYER_GROUPS, LOST_PEERS,
-    RETRIES, LOOKUP_FAILURES, REFUSALS, FRAMES_DROPPED, INTERNAL_ERRORS, OTHER_EVENTS,
-    ROOMS, RING_BYTES, RING_USED, SLOTS, SLOTS_USED, QUARANTINED, PEERS,
+    LINKS_DROPPED, RETRIES, LOOKUP_FAILURES, REFUSALS, FRAMES_DROPPED, INTERNAL_ERRORS, OTHER_EVENTS,
+    ROOMS, RING_BYTES, RING_USED, SLOTS, SLOTS_USED, QUARANTINED, PEERS, LINKS,
+    LINKS_BUDGET,
 )  # fmt: skip
 """All of them."""
 
 COUNTED: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     "groups": (LAYER_GROUPS, ()),
     "peers.lost": (LOST_PEERS, ()),
+    "links.dropped": (LINKS_DROPPED, ()),
     "requests.retried": (RETRIES, ()),
     "lookups.failed": (LOOKUP_FAILURES, ()),
     "connections.refused": (REFUSALS, ("connection",)),

@@ -201,6 +201,8 @@ class PrometheusObserver:
         for state in get_args(PeerState):
             yield _series(m.PEERS, state), states[state]
         yield _series(m.QUARANTINED), usage.quarantined_bytes
+        yield _series(m.LINKS), usage.links
+        yield _series(m.LINKS_BUDGET), usage.links_most
         if self.labels[0] == "decode":
             yield _series(m.RING_BYTES), usage.ring_bytes
             yield _series(m.RING_USED), usage.ring_used_bytes

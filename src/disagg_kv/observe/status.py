@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ConfigurationError, PeerLostError, RemoteProtocolError
 
-FORMAT = 1
+FORMAT = 2
 """Of the document; changes with its fields."""
 
 SUFFIX = ".status"
@@ -110,11 +110,11 @@ def read_status(path: Path, timeout_s: float = 5.0) -> dict[str, Any]:
     except (ValueError, RecursionError) as exc:
         raise RemoteProtocolError(f"{path}: {b''.join(chunks)[:64]!r} is no JSON") from exc
     match found:
-        case {"format": 1, "ok": False, "error": {"type": "refused", "message": str(message)}}:
+        case {"format": 2, "ok": False, "error": {"type": "refused", "message": str(message)}}:
             raise ConfigurationError(f"{path}: {message}")
-        case {"format": 1, "ok": False, "error": {"message": str(message)}}:
+        case {"format": 2, "ok": False, "error": {"message": str(message)}}:
             raise RemoteProtocolError(f"{path}: {message}")
-        case {"format": 1, "ok": True, "rooms": list(), "peers": list()}:
+        case {"format": 2, "ok": True, "rooms": list(), "peers": list()}:
             return dict(found)
         case {"format": other}:
             raise RemoteProtocolError(f"{path}: format {other!r} of another version, not {FORMAT}")

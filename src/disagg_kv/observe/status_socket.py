@@ -216,6 +216,7 @@ def document(status: EndpointStatus) -> dict[str, object]:
             "slots_used": usage.slots_used,
             "quarantined_bytes": usage.quarantined_bytes,
         },
+        "links": {"held": usage.links, "most": usage.links_most},
         "rooms": [_room(one) for one in status.rooms],
         "peers": [_peer(one) for one in status.peers],
     }

@@ -92,9 +92,13 @@ class Intake:
         first = layers[0]
         shares: dict[_Share, I64] = {}
         unit_bytes = _unit_bytes(spec, first, layers[-1] + 1)
+        extents: dict[tuple[str, tuple[LayerId, ...]], dict[Extent, list[LayerId]]] = {}  # replicas share most of them
         for rank, mine in enumerate(parts):
             for part in mine:
-                for extent, of_part in _by_extent(spec, part).items():
+                key = part.component, part.layers
+                if key not in extents:
+                    extents[key] = _by_extent(spec, part)
+                for extent, of_part in extents[key].items():
                     share = _Share(Rank(rank), part.row_index, part.row_ways, extent)
                     of = shares.setdefault(share, np.zeros(layers[-1] - first + 2, np.int64))
                     index = np.array(of_part) - first
@@ -357,7 +361,7 @@ def _stages(
     stage_of = [frozenset(shard.layers()) for shard in writers]
     holders = [tuple(rank for rank, stage in enumerate(stage_of) if layer in stage) for layer in layers]
     starts = [i for i in range(len(layers)) if i == 0 or layers[i] != layers[i - 1] + 1 or holders[i] != holders[i - 1]]
-    runs = [(range(layers[a], layers[b - 1] + 1), holders[a]) for a, b in pairwise([*starts, len(layers)])]
+    runs = [(range(layers[a], layers[b - 1] + 1), frozenset(holders[a])) for a, b in pairwise([*starts, len(layers)])]
     of = tuple(tuple(run for run, ranks in runs if rank in ranks) for rank in range(len(writers)))
     return tuple(run for run, _ in runs), of
 

@@ -36,7 +36,8 @@ from .base import (
 from .flow import Flow, FlowPlan
 from .frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
 from .known_peer import KnownPeer
-from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up
+from .links import Links
+from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unlink, Unreachable, Up
 from .peers import PeerTable
 from .receive_room import ReceiveRoom
 from .rows import Chunk, Readiness
@@ -77,6 +78,7 @@ __all__ = [
     "Introduced",
     "KnownPeer",
     "Leased",
+    "Links",
     "Lost",
     "Offered",
     "Options",
@@ -104,6 +106,7 @@ __all__ = [
     "Tick",
     "Tombstones",
     "Transfer",
+    "Unlink",
     "Unreachable",
     "Up",
     "Verify",

@@ -68,6 +68,10 @@ class Options:
             event, before it sleeps. A longer time gives faster answers for more of a core.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself, or else of one that no room depends on; if there is none, it is refused by name.
+        link_bytes: bytes of memory for the connections to peers. Above it, the connections that were not used for the
+            longest time are dropped. Rooms that need more get more.
+        link_descriptors: the same in file descriptors; None: four fifths of what the process may have, less 256 for all
+            else. Rooms that need more get a quarter more, and then a further peer is refused by name.
     """
 
     silence_s: float = 30.0
@@ -88,10 +92,14 @@ class Options:
     request_pages: int = 1 << 22
     linger_s: float = 0.002
     peers: int = 16_384
+    link_bytes: int = 128 << 20
+    link_descriptors: int | None = None
 
     def __attrs_post_init__(self) -> None:
         for one in attrs.fields(Options):
             name, value = f"option {one.name}", getattr(self, one.name)
+            if value is None and one.default is None:
+                continue
             known = arguments.seconds(value, name) if one.name.endswith("_s") else arguments.count(value, name, least=1)
             object.__setattr__(self, one.name, known)
         if self.aux_part > MAX_AUX:

@@ -383,6 +383,10 @@ class TablesTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_
     again: bool
 
 
+class Parted(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=25):
+    """The sender has dropped its link: no room there uses the receiver. It knows the receiver still."""
+
+
 AnyFrame = (
     Hello
     | Refused
@@ -409,6 +413,7 @@ AnyFrame = (
     | Superseded
     | TablePart
     | TablesTaken
+    | Parted
 )
 
 

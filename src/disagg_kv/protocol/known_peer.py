@@ -7,7 +7,11 @@ from math import inf
 from attrs import define
 
 from ..errors import About, DisaggKVError
+from .base import Options
 from .frames import Hello
+
+FORGET_AFTER = 20
+"""A lost peer is forgotten after this multiple of ``silence_s``; after ``silence_s`` if its connection is broken."""
 
 
 @define(eq=False)
@@ -28,6 +32,8 @@ class KnownPeer:
         lost: it is silent, was reported lost, or is not in the table any more.
         lost_at: when it was lost.
         ended: its process has ended: observed, or confirmed by an operator.
+        parted: its link was dropped, see :mod:`.links`; it is neither lost nor in use.
+        forget_at: when the channel forgets the address of a parted life: its last frame has left by then.
     """
 
     hello: Hello
@@ -43,6 +49,13 @@ class KnownPeer:
     lost: bool = False
     lost_at: float = -inf
     ended: bool = False
+    parted: bool = False
+    forget_at: float = inf
+
+    @property
+    def there(self) -> bool:
+        """Whether it is connected."""
+        return not (self.lost or self.parted)
 
     @property
     def name(self) -> str:
@@ -58,3 +71,33 @@ class KnownPeer:
     def heard(self) -> float:
         """Since when it is silent: its last frame, or the beginning of its use."""
         return self.last_frame_at if self.used_since is None else max(self.last_frame_at, self.used_since)
+
+    def beat_at(self, options: Options, now: float) -> float | None:
+        """When it gets its next heartbeat, or ``Hello`` in place of one, unless it is lost; None: it gets none."""
+        next_at = self.beaten + options.heartbeat_s
+        greeted = max(next_at, now) if next_at < self.greet_until else inf
+        used = max(next_at, self.heard + options.heartbeat_s) if self.used_since is not None else inf
+        return None if greeted == used == inf else min(greeted, used)
+
+    def forgotten_at(self, options: Options) -> float:
+        """When it is forgotten, if it is lost. One that was not in use counts as silent for ``silence_s``."""
+        since = max(self.last_frame_at, self.lost_at - options.silence_s)
+        return since + options.silence_s * (FORGET_AFTER if self.closed is None else 1)
+
+    def due_at(self, options: Options, now: float) -> float | None:
+        """When something may be due for it, if no frame arrives before; None: nothing is."""
+        times: list[float] = []
+        if self.lost:
+            times.append(self.forgotten_at(options))
+            if not (self.proved or self.ended):
+                times.append(self.beaten + options.heartbeat_s)
+        elif self.parted:
+            times += [self.forget_at] if self.forget_at < inf else []
+        else:
+            if self.used_since is not None:
+                times.append(self.heard + options.silence_s)
+            if self.closed is not None:
+                times.append(self.closed + options.closed_s)
+            if (beat_at := self.beat_at(options, now)) is not None:
+                times.append(beat_at)
+        return min(times, default=None)

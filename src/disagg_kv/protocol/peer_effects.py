@@ -52,7 +52,14 @@ class Forget:
     address: str
 
 
-PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget
+@frozen
+class Unlink:
+    """No room uses this life: drop what there is between it and the transport, and the watch of its process."""
+
+    peer: Epoch
+
+
+PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget | Unlink
 
 
 def is_older(hello: Hello, other: Hello) -> bool:

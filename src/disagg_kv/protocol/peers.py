@@ -17,10 +17,14 @@ connection, and notice that it breaks. SWIM (Das, Gupta and Motivala, 2002) asks
 **Cost.** What is due lies in a heap. A frame only notes its time: a time in the heap that has become too early is
 corrected when it comes. So a tick costs nothing for a peer that is not in use.
 
+**Links.** A life whose link was dropped is *parted*, see :mod:`.links`. It learns that by ``Parted``, and drops its own
+link unless a room there uses it. Any other frame of it brings it back, as does its answer to a dial. A ``Parted`` that
+crosses the first frame of a room costs one such return.
+
 **Bound.** Any process may send a ``Hello``, so the number of peers is bounded. Lost peers make room first, then peers
 that have never named our epoch: the address in their ``Hello`` is not proved. Then follow peers that are not in use,
-the one with the oldest frame first. Such a peer may return: its address is remembered, and its next frame is answered
-with a ``Hello``.
+the one with the oldest frame first; those that are parted count as lost. Such a peer may return: its address is
+remembered, and its next frame is answered with a ``Hello``.
 """
 
 from __future__ import annotations
@@ -32,34 +36,28 @@ from math import inf
 from msgspec import structs
 
 from ..errors import (
+    CapacityError,
     ConfigurationError,
     DisaggKVError,
     IncompatiblePeerError,
     PeerLostError,
     RemoteProtocolError,
-    TransportError,
 )
 from ..ids import Epoch
 from .base import Lost, Options
 from .dials import RECHECK_S, ROUNDING_S, Dials
-from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
+from .frames import VERSION, Frame, Heartbeat, Hello, Parted, Refused, words
 from .known_peer import KnownPeer
-from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up, is_older
-from .refusals import AGAIN_S, ENDINGS, Refusals, RefusedLife
+from .links import Links
+from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unlink, Unreachable, Up, is_older
+from .refusals import ENDINGS, LINK, LINKS, Answers, Refusals, RefusedLife, error_of, refusal
 from .timers import Timers
-
-FORGET_AFTER = 20
-"""A lost peer is forgotten after this multiple of ``silence_s``; after ``silence_s`` if its connection is broken."""
-
 
 GREETINGS = 4
 """About this many heartbeats to a revived peer are replaced by ``Hello``: a single one might be lost."""
 
 IN_USE = 3
 """In the order in which peers make room: those that make none."""
-
-LINK = "link"
-"""The ``field`` of a ``Refused`` whose receiver is compatible, but not connected by a transport."""
 
 
 class PeerTable:
@@ -71,6 +69,7 @@ class PeerTable:
         hello: makes our ``Hello`` towards a life (empty: not known).
         admit: raises IncompatiblePeerError or RemoteProtocolError if we cannot work with the sender of a ``Hello``.
         options: times.
+        links: those that are held; None: without a bound.
     """
 
     MAX_RETIRED = 4096
@@ -82,12 +81,14 @@ class PeerTable:
         hello: Callable[[bytes], Hello],
         admit: Callable[[Hello], None],
         options: Options,
+        links: Links | None = None,
     ) -> None:
         self._epoch = epoch
         self._address = address
         self._hello = hello
         self._admit = admit
         self._options = options
+        self.links = Links() if links is None else links
         self._peers: dict[Epoch, KnownPeer] = {}
         self._at: dict[str, Epoch] = {}
         self._users: dict[Epoch, int] = {}
@@ -97,7 +98,7 @@ class PeerTable:
         self._displaced: OrderedDict[Epoch, str] = OrderedDict()
         self._spare: deque[Epoch] = deque()
         self._full_until = -inf
-        self._answered: OrderedDict[str, float] = OrderedDict()
+        self._answers_to = Answers(self.MAX_RETIRED)
         self._refusals = Refusals()
         self._now = 0.0
         self._caught_up = inf
@@ -110,6 +111,7 @@ class PeerTable:
     def use(self, epoch: Epoch, now: float) -> None:
         """A room depends on a life: its silence counts from now on. Each call needs a :meth:`release`."""
         self._users[epoch] = self._users.get(epoch, 0) + 1
+        self.links.use(epoch)
         peer = self._peers.get(epoch)
         if peer is not None and peer.used_since is None:
             self._begin_use(epoch, peer, now)
@@ -128,6 +130,7 @@ class PeerTable:
         self._full_until = -inf
         if (peer := self._peers.get(epoch)) is not None:
             peer.used_since = None
+            self.links.release(epoch, self._now, lost=peer.lost)
 
     def in_use(self, epoch: Epoch) -> bool:
         """Whether a room depends on a life."""
@@ -158,9 +161,9 @@ class PeerTable:
         return self._at
 
     def at(self, address: str) -> Epoch | None:
-        """The life at an address, unless it is lost."""
+        """The life at an address, unless it is lost or parted."""
         epoch = self._at.get(address)
-        return None if epoch is None or self._peers[epoch].lost else epoch
+        return epoch if epoch is not None and self._peers[epoch].there else None
 
     def hello(self, epoch: Epoch) -> Hello:
         """The latest ``Hello`` of a peer."""
@@ -183,6 +186,15 @@ class PeerTable:
         refused = self._refusals.get(epoch)
         return None if refused is None else refused.address
 
+    def route(self, epoch: Epoch) -> str | None:
+        """The same, for a frame that leaves now: one to a parted life opens a connection, which is dropped again."""
+        peer = self._peers.get(epoch)
+        if peer is None or not peer.parted:
+            return self.address(epoch)
+        peer.forget_at = self._now + self._options.heartbeat_s
+        self._schedule(epoch, peer)
+        return peer.hello.address
+
     def refused(self, epoch: Epoch) -> RefusedLife | None:
         """The entry of a life that cannot work with us; None: it is none of those that are remembered."""
         return None if epoch in self._peers else self._refusals.get(epoch)
@@ -200,7 +212,7 @@ class PeerTable:
     def lively(self, epoch: Epoch, now: float) -> bool:
         """False: the peer is lost, or in use and has missed heartbeats: it should get nothing new."""
         peer = self._peers.get(epoch)
-        return peer is not None and not peer.lost and (peer.used_since is None or self._answers(peer, now))
+        return peer is not None and peer.there and (peer.used_since is None or self._answers(peer, now))
 
     def _answers(self, peer: KnownPeer, now: float) -> bool:
         return now - peer.heard <= self._options.missed * self._options.heartbeat_s
@@ -211,8 +223,8 @@ class PeerTable:
         return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.heard)
 
     def epochs(self) -> tuple[Epoch, ...]:
-        """Every life that is not lost, in the order of their first ``Hello``."""
-        return tuple(e for e, p in self._peers.items() if not p.lost)
+        """Every life that is neither lost nor parted, in the order of their first ``Hello``."""
+        return tuple(e for e, p in self._peers.items() if p.there)
 
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
         """Admit, refresh, revive or refuse the sender of a ``Hello``."""
@@ -244,13 +256,16 @@ class PeerTable:
         out: list[PeerEffect] = []
         if known is None:
             out += self._replace(hello.address, epoch)
+        if (known is None or known.parted) and not self._make_link(now, out):
+            return out + self._refuse(hello, self.links.used_up(), now)
+        if known is None:
             if not self._make_room(now, out):
                 return out + self._refuse(hello, IncompatiblePeerError("peers", f"at most {len(self._peers)}", 1), now)
             self._meet(epoch, hello, now)
             out.append(Up(hello))
         else:
             known.last_frame_at = now
-            if known.lost:
+            if not known.there:
                 out += self._revive(epoch, known, now)
             elif known.proved and now - known.greeted >= self._options.closed_s:
                 # Not at the end of the handshake, and not each time: a Greeted makes work for a peer that is behind.
@@ -266,6 +281,7 @@ class PeerTable:
     def _meet(self, epoch: Epoch, hello: Hello, now: float) -> None:
         """A life is there that the table did not know."""
         peer = self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
+        self.links.open(epoch, now, used=epoch in self._users)
         self._displaced.pop(epoch, None)
         self._refusals.discard(hello.address)
         self._at[hello.address] = epoch
@@ -281,10 +297,26 @@ class PeerTable:
         self._schedule(epoch, peer)
 
     def _revive(self, epoch: Epoch, peer: KnownPeer, now: float) -> list[PeerEffect]:
-        """A lost life has sent a frame. It gets ``Hello``, as it may wait for rooms that we gave up when we lost it."""
-        peer.lost, peer.closed = False, None
-        self._greet(epoch, peer, now)
+        """A lost or parted life has sent a frame.
+
+        If it was lost it gets ``Hello``, as it may wait for rooms that we gave up when we lost it.
+        """
+        was_lost, peer.lost, peer.parted, peer.closed, peer.forget_at = peer.lost, False, False, None, inf
+        self.links.open(epoch, now, used=epoch in self._users)
+        if was_lost:
+            self._greet(epoch, peer, now)
+        else:
+            self._schedule(epoch, peer)
         return [Up(peer.hello)]
+
+    def bring_back(self, epoch: Epoch, now: float) -> list[PeerEffect]:
+        """A frame of a parted life is used only now; does nothing for another life."""
+        peer, out = self._peers.get(epoch), list[PeerEffect]()
+        if peer is None or not peer.parted or peer.lost:
+            return []
+        if not self._make_link(now, out):
+            return out + self._refuse(peer.hello, self.links.used_up(), now)
+        return out + self._revive(epoch, peer, now)
 
     def _stale(self, hello: Hello) -> bool:
         """Whether a younger life has the address: an older one takes it only if the process of that life has ended."""
@@ -299,16 +331,17 @@ class PeerTable:
         old = self._at.get(address)
         if old is None or old == epoch:
             return []
-        was_lost = self._peers[old].lost
+        was_there, was_lost = self._peers[old].there, self._peers[old].lost
         peer = self._drop(old, retire=True)
-        if was_lost:
-            return []
+        if not was_there:
+            return [] if was_lost else [Unlink(old)]
         return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address", **peer.who))]
 
     def _drop(self, epoch: Epoch, *, retire: bool) -> KnownPeer:
         """Forget a life. A retired life never returns, and neither does one whose process has ended."""
         peer = self._peers.pop(epoch)
         self._timers.schedule(epoch, None)
+        self.links.close(epoch)
         peer.lost = True
         if retire or peer.ended:
             self._retired[epoch] = None
@@ -330,39 +363,58 @@ class PeerTable:
             peer = self._peers.get(epoch)
             if peer is None or self._rank(epoch, peer) == IN_USE:
                 continue
-            there = not peer.lost
-            self._drop(epoch, retire=False)
-            address = peer.hello.address
-            if self._at.get(address) == epoch:
-                del self._at[address]
-            self._displaced[epoch] = address
-            while len(self._displaced) > self.MAX_RETIRED:
-                self._displaced.popitem(last=False)
+            there, parted = peer.there, peer.parted
+            forget = self._displace(epoch)
             if there:
                 out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another", **peer.who)))
-            out.append(Forget(address))
+            elif parted:
+                out.append(Unlink(epoch))
+            out.append(forget)
             return True
         return False
 
+    def _displace(self, epoch: Epoch) -> Forget:
+        """Forget a life but for its address: its next frame is answered with a ``Hello``."""
+        address = self._drop(epoch, retire=False).hello.address
+        if self._at.get(address) == epoch:
+            del self._at[address]
+        self._displaced[epoch] = address
+        while len(self._displaced) > self.MAX_RETIRED:
+            self._displaced.popitem(last=False)
+        return Forget(address)
+
+    def _make_link(self, now: float, out: list[PeerEffect]) -> bool:
+        """Make room for a link; False: rooms use as many as there may be."""
+        if not self.links.full:
+            return True
+        if (oldest := self.links.oldest()) is not None:
+            out += self._part(oldest, now)
+        return oldest is not None
+
+    def _part(self, epoch: Epoch, now: float, *, notify: bool = True) -> list[PeerEffect]:
+        """Drop the link of a life that no room uses; a lost one is forgotten but for its address."""
+        peer, self.links.dropped = self._peers[epoch], self.links.dropped + 1
+        if peer.lost:
+            return [Unlink(epoch), self._displace(epoch)]
+        self.links.close(epoch)
+        peer.parted, peer.closed, peer.greet_until = True, None, -inf
+        peer.forget_at = now + self._options.heartbeat_s if notify else inf
+        self._schedule(epoch, peer)
+        address = peer.hello.address
+        return [Unlink(epoch), SendTo(address, Parted(src=self._epoch, dst=epoch)) if notify else Forget(address)]
+
     def _rank(self, epoch: Epoch, peer: KnownPeer) -> int:
         """The order in which peers make room."""
-        if peer.lost:
+        if not peer.there:
             return 0
         return IN_USE if epoch in self._users else 1 + peer.proved
 
-    def _refuse(self, hello: Hello, exc: IncompatiblePeerError, now: float) -> list[PeerEffect]:
+    def _refuse(self, hello: Hello, exc: IncompatiblePeerError | CapacityError, now: float) -> list[PeerEffect]:
         self.dropped += 1
-        refused = Refused(
-            src=self._epoch,
-            dst=hello.src,
-            address=self._address,
-            field=words(exc.field),
-            ours=words(exc.theirs),
-            theirs=words(exc.ours),
-        )
+        refused = refusal(exc, self._epoch, hello, self._address)
         error = exc.about(hello.name, **hello.who)
         out: list[PeerEffect] = []
-        if self._may_answer(hello.address, now):
+        if self._answers_to.may(hello.address, now):
             out += [SendTo(hello.address, refused), *self._remember(RefusedLife.of_hello(hello, error))]
         if self._dials.end(hello.address):
             out.append(Unreachable(hello.address, error))
@@ -378,12 +430,8 @@ class PeerTable:
         if refused.dst != self._epoch:
             self.dropped += 1
             return []
-        error: DisaggKVError = IncompatiblePeerError(refused.field, refused.ours, refused.theirs)
-        error = error.about(f"peer at {refused.address}", address=refused.address, epoch=refused.src)
-        out: list[PeerEffect] = []
-        if refused.field == LINK:
-            reason = f"the transport of the peer at {refused.address} does not reach us: {refused.theirs}"
-            error = TransportError(reason, address=refused.address, epoch=refused.src)
+        error, out = error_of(refused), list[PeerEffect]()
+        if refused.field in (LINK, LINKS):
             if self._at.get(refused.address) == refused.src:
                 out += self.lose(Epoch(refused.src), error)
         elif refused.address in self._dials:
@@ -400,17 +448,23 @@ class PeerTable:
             return True, []
         if peer is None or peer.ended or frame.dst != self._epoch:
             self.dropped += 1
-            if peer is not None and not peer.ended and self._may_answer(peer.hello.address, now):
+            if peer is not None and not peer.ended and self._answers_to.may(peer.hello.address, now):
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
             address = self._displaced.get(epoch)
-            if peer is None and address is not None and self._may_answer(address, now):
+            if peer is None and address is not None and self._answers_to.may(address, now):
                 return False, [SendTo(address, self._hello(b""))]  # it answers with its own
             return False, []
         if now < peer.shut:
             # Its frames about rooms count: it may give up some of them. But it stays lost for new rooms.
             return True, [] if isinstance(frame, ENDINGS) else self._tell_shut(peer, now)
         peer.last_frame_at, peer.proved = now, True
-        effects = self._revive(epoch, peer, now) if peer.lost else []
+        if isinstance(frame, Parted):
+            return True, self._part(epoch, now, notify=False) if peer.there and epoch not in self._users else []
+        self.links.heard(epoch, now)
+        effects = self.bring_back(epoch, now) if peer.parted else self._revive(epoch, peer, now) if peer.lost else []
+        if peer.parted:
+            self.dropped += 1
+            return False, effects
         if isinstance(frame, Heartbeat) and frame.ask:
             effects.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch, ask=False)))
         return True, effects
@@ -426,27 +480,17 @@ class PeerTable:
     def _tell_shut(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
         """Send the reason as a ``Refused``, at most once a second."""
         hello = peer.hello
-        if not self._may_answer(hello.address, now):
+        if not self._answers_to.may(hello.address, now):
             return []
         why = words(peer.shut_for)
         refused = Refused(src=self._epoch, dst=hello.src, address=self._address, field=LINK, ours="", theirs=why)
         return [SendTo(hello.address, refused)]
 
-    def _may_answer(self, address: str, now: float) -> bool:
-        """Whether to answer an address: at most one unsolicited ``Hello`` or ``Refused`` in ``AGAIN_S``."""
-        if now - self._answered.get(address, -AGAIN_S) < AGAIN_S:
-            return False
-        self._answered[address] = now
-        self._answered.move_to_end(address)
-        while len(self._answered) > self.MAX_RETIRED:
-            self._answered.popitem(last=False)
-        return True
-
     def on_closed(self, address: str, now: float) -> None:
         """The connection to an address broke, or could not be made."""
         self._dials.on_closed(address, now)
         epoch = self._at.get(address)
-        if epoch is not None and (peer := self._peers[epoch]).closed is None:
+        if epoch is not None and (peer := self._peers[epoch]).closed is None and not peer.parted:
             peer.closed = now
             self._schedule(epoch, peer)
 
@@ -477,7 +521,9 @@ class PeerTable:
         return [] if peer.lost else [self._lose(epoch, peer, error, self._now)]
 
     def _lose(self, epoch: Epoch, peer: KnownPeer, error: DisaggKVError, now: float) -> Lost:
-        peer.lost, peer.lost_at = True, now
+        peer.lost, peer.lost_at, peer.parted = True, now, False
+        if epoch not in self._users:
+            self.links.release(epoch, now, lost=True)
         self._spare.clear()
         self._full_until = -inf
         self._schedule(epoch, peer)
@@ -489,11 +535,16 @@ class PeerTable:
         seen = min(now, self._caught_up)
         out, given_up = self._dials.tick(now, seen)
         # The connection stays where a life is known: it is dropped with the life.
-        out += [Forget(address) for address in given_up if address not in self._at]
+        out += [Forget(one) for one in given_up if one not in self._at or self._peers[self._at[one]].parted]
+        while (surplus := self.links.surplus(now)) is not None:
+            out += self._part(surplus, now)
         for epoch in self._timers.due(now + ROUNDING_S):
             peer = self._peers[epoch]
             if peer.lost:
                 out += self._look_at_lost(epoch, peer, now)
+            elif peer.parted:
+                peer.forget_at = inf
+                out += [] if peer.hello.address in self._dials else [Forget(peer.hello.address)]
             else:
                 out += self._look_at(epoch, peer, now, seen)
             if epoch in self._peers:
@@ -502,7 +553,7 @@ class PeerTable:
 
     def _look_at_lost(self, epoch: Epoch, peer: KnownPeer, now: float) -> list[PeerEffect]:
         """Something may be due for a peer that is lost."""
-        if now >= self._forgotten_at(peer):
+        if now >= peer.forgotten_at(self._options):
             self._drop(epoch, retire=False)
             del self._at[peer.hello.address]
             self._dials.absent(peer.hello.address)
@@ -522,7 +573,7 @@ class PeerTable:
         if peer.closed is not None and seen - peer.closed >= o.closed_s:
             broke = f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago"
             return [self._lose(epoch, peer, PeerLostError(broke, **peer.who), now)]
-        beat_at = self._beat_at(peer)
+        beat_at = peer.beat_at(self._options, now)
         if beat_at is None or now < beat_at - ROUNDING_S:
             return []
         peer.beaten = now
@@ -531,36 +582,18 @@ class PeerTable:
         # Or another life has taken the address: it does not know us, and can answer only a Hello.
         return [SendTo(peer.hello.address, self._hello(epoch))]
 
-    def _beat_at(self, peer: KnownPeer) -> float | None:
-        """When a peer that is not lost gets its next heartbeat, or ``Hello`` in place of it; None: it gets none."""
-        next_at = peer.beaten + self._options.heartbeat_s
-        greeted = max(next_at, self._now) if next_at < peer.greet_until else inf
-        used = max(next_at, peer.heard + self._options.heartbeat_s) if peer.used_since is not None else inf
-        return None if greeted == used == inf else min(greeted, used)
-
-    def _forgotten_at(self, peer: KnownPeer) -> float:
-        """When a lost peer is forgotten. One that was not in use counts as silent for ``silence_s``."""
-        o = self._options
-        since = max(peer.last_frame_at, peer.lost_at - o.silence_s)
-        return since + o.silence_s * (FORGET_AFTER if peer.closed is None else 1)
-
     def _schedule(self, epoch: Epoch, peer: KnownPeer, least: float = -inf) -> None:
         """Set when something may be due for a peer; a frame that arrives before only postpones it."""
-        times: list[float] = []
-        if peer.lost:
-            times.append(self._forgotten_at(peer))
-            if not (peer.proved or peer.ended):
-                times.append(peer.beaten + self._options.heartbeat_s)
-        else:
-            if peer.used_since is not None:
-                times.append(peer.heard + self._options.silence_s)
-            if peer.closed is not None:
-                times.append(peer.closed + self._options.closed_s)
-            if (beat_at := self._beat_at(peer)) is not None:
-                times.append(beat_at)
-        self._timers.schedule(epoch, max(least, min(times)) if times else None)
+        due = peer.due_at(self._options, self._now)
+        self._timers.schedule(epoch, None if due is None else max(least, due))
 
     def next_at(self) -> float | None:
         """When a tick is due; None: never."""
-        times = [at for at in (self._dials.next_at(), self._timers.next_at()) if at is not None]
+        due = (self._dials.next_at(), self._timers.next_at(), self.links.next_at())
+        times = [at for at in due if at is not None]
         return min(times) if times else None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless there is a link to each life that is there, and to no parted one."""
+        self.links.check_integrity({e for e, peer in self._peers.items() if not peer.parted}, set(self._users))
+        assert all(epoch in self.links for epoch in self.epochs()), "a life is there without a link"

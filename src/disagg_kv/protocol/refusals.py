@@ -10,15 +10,61 @@ from collections import OrderedDict
 
 from attrs import frozen
 
-from ..errors import About, DisaggKVError
+from ..errors import About, CapacityError, DisaggKVError, IncompatiblePeerError, TransportError
 from ..ids import Epoch, peer_name
-from .frames import Abort, Drained, DrainedAck, Frame, Hello, Refused
+from .frames import Abort, Drained, DrainedAck, Frame, Hello, Refused, words
+
+LINK, LINKS = "link", "links"
+"""The ``field`` of a ``Refused`` whose receiver is compatible, but not connected by a transport; or there is no further
+link for it."""
 
 MAX_REFUSED = 64
 """Lives that are remembered. Each may have a connection, so that an answer arrives."""
 
 AGAIN_S = 1.0
 """A side that was refused asks again after this. The other one answers an address at most this often."""
+
+
+def refusal(exc: IncompatiblePeerError | CapacityError, own: Epoch, hello: Hello, address: str) -> Refused:
+    """The frame by which the endpoint ``own`` at ``address`` refuses the sender of a ``Hello``."""
+    if isinstance(exc, CapacityError):
+        return Refused(src=own, dst=hello.src, address=address, field=LINKS, ours="", theirs=words(exc))
+    field, ours, theirs = words(exc.field), words(exc.theirs), words(exc.ours)
+    return Refused(src=own, dst=hello.src, address=address, field=field, ours=ours, theirs=theirs)
+
+
+def error_of(refused: Refused) -> DisaggKVError:
+    """What a refusal means here."""
+    if refused.field == LINK:
+        reason = f"the transport of the peer at {refused.address} does not reach us: {refused.theirs}"
+        return TransportError(reason, address=refused.address, epoch=refused.src)
+    error: DisaggKVError = IncompatiblePeerError(refused.field, refused.ours, refused.theirs)
+    if refused.field == LINKS:
+        error = CapacityError(refused.theirs)
+    return error.about(f"peer at {refused.address}", address=refused.address, epoch=refused.src)
+
+
+class Answers:
+    """Whether to answer an address: at most one unsolicited ``Hello`` or ``Refused`` in ``AGAIN_S``.
+
+    Args:
+        most: addresses that are remembered.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._answered: OrderedDict[str, float] = OrderedDict()
+
+    def may(self, address: str, now: float) -> bool:
+        """Whether to answer now; True counts as an answer."""
+        if now - self._answered.get(address, -AGAIN_S) < AGAIN_S:
+            return False
+        self._answered[address] = now
+        self._answered.move_to_end(address)
+        while len(self._answered) > self._most:
+            self._answered.popitem(last=False)
+        return True
+
 
 ENDINGS = (Abort, Drained, DrainedAck)
 """Frames that end a room."""

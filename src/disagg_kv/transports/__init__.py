@@ -3,6 +3,7 @@
 from .base import (
     Capabilities,
     Lane,
+    LinkCost,
     PeerEvent,
     Settled,
     SupportsAllocate,
@@ -31,6 +32,7 @@ __all__ = [
     "Home",
     "InprocTransport",
     "Lane",
+    "LinkCost",
     "PeerEvent",
     "Process",
     "Region",

@@ -13,6 +13,22 @@ from ..planning import Writes
 
 
 @frozen
+class LinkCost:
+    """What a process holds for one connected peer, and gives back when the peer is disconnected.
+
+    Args:
+        nbytes: bytes of memory.
+        descriptors: file descriptors.
+    """
+
+    nbytes: int
+    descriptors: int
+
+    def __add__(self, other: LinkCost) -> LinkCost:
+        return LinkCost(self.nbytes + other.nbytes, self.descriptors + other.descriptors)
+
+
+@frozen
 class Capabilities:
     """The promises of a transport. The conformance suite checks those that it can observe.
 
@@ -30,6 +46,7 @@ class Capabilities:
             writes that were posted to it read and write nothing more. None: unknown.
         write_s: rough cost of one more descriptor in seconds; for the cost model only.
         bytes_per_s: rough bulk speed in bytes per second; for the cost model only.
+        link: what a connected peer costs this process; the default is a guess.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -44,6 +61,7 @@ class Capabilities:
     drain_s: float | None = None
     write_s: float = 1e-6
     bytes_per_s: float = 4e9
+    link: LinkCost = LinkCost(16_384, 2)
 
 
 @frozen

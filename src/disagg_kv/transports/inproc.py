@@ -16,7 +16,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, PeerEvent, Settled, WriteEnded
+from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode
 from .process import Home
@@ -47,8 +47,9 @@ class InprocTransport:
 
     name = "inproc"
     caps = Capabilities(
-        in_process_only=True, notifies=True, detects_peer_death=True, drain_s=0.0, write_s=1e-6, bytes_per_s=8e9
-    )
+        in_process_only=True, notifies=True, detects_peer_death=True, drain_s=0.0, write_s=1e-6, bytes_per_s=8e9,
+        link=LinkCost(1_000, 0),
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._home = Home("this transport 'inproc'")

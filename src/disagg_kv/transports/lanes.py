@@ -47,6 +47,7 @@ from ..planning import Writes
 from .base import (
     Capabilities,
     Lane,
+    LinkCost,
     PeerEvent,
     Settled,
     SupportsAllocate,
@@ -512,4 +513,5 @@ def _weakest(caps: Sequence[Capabilities]) -> Capabilities:
         drain_s=_longest(caps),
         write_s=min(one.write_s for one in caps),
         bytes_per_s=max(one.bytes_per_s for one in caps),
+        link=LinkCost(max(one.link.nbytes for one in caps), max(one.link.descriptors for one in caps)),
     )

@@ -30,7 +30,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, PeerEvent, Settled, WriteEnded
+from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .process import PROCESS, Exits, Home, Process, Watch
@@ -212,7 +212,16 @@ class ShmTransport:
     """
 
     name = "shm"
-    caps = Capabilities(own_memory_only=True, detects_peer_death=True, drain_s=0.0, write_s=1e-6, bytes_per_s=8e9)
+    caps = Capabilities(
+        own_memory_only=True,
+        detects_peer_death=True,
+        drain_s=0.0,
+        write_s=1e-6,
+        bytes_per_s=8e9,
+        # The mapping's address is free; the peer's process is watched, and its memory has a descriptor. Measured by
+        # benchmarks/links.py.
+        link=LinkCost(1_500, 2),
+    )
 
     def __init__(self) -> None:
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):

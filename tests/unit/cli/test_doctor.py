@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from disagg_kv.cli.doctor import (
-    OWN_DESCRIPTORS,
-    PEER_DESCRIPTORS,
     Finding,
     channel,
-    descriptors,
     engine,
+    limits,
     mover,
     problems,
     rivals,
@@ -58,18 +56,24 @@ def test_a_host_that_runs_the_tests_can_run_the_library(capsys: pytest.CaptureFi
     assert found["host"].keys() == {"python", "platform", "disagg_kv"}
 
 
-def test_the_limit_on_descriptors_is_named_with_what_the_peers_need(capsys: pytest.CaptureFixture[str]) -> None:
-    """A host on which it is too low can run the library, with fewer peers."""
-    assert descriptors(10, 1024, 4096).works
-    assert descriptors(10_000_000, resource.RLIM_INFINITY, resource.RLIM_INFINITY).works
-    low = descriptors(200, 1024, 4096)
-    assert (low.works, low.remedy) == (False, f"ulimit -n {OWN_DESCRIPTORS + 200 * PEER_DESCRIPTORS}")
+def test_the_links_that_an_endpoint_keeps_are_named_with_what_more_of_them_need(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A host on which limits are low can run the library: links that no room uses are dropped."""
+    many = resource.RLIM_INFINITY
+    assert [f.works for f in limits(10, 1024, 4096)] == [True, True]
+    assert [f.works for f in limits(10_000, many, many)] == [False, False], "the budget of bytes ends it"
+    _, low = limits(200, 1024, 4096)
+    assert (low.name, low.works, low.remedy) == ("links, zeromq", False, "ulimit -n 2256")
+    assert "of 200 peers, the 76 used last keep their links when idle" in low.detail
     assert "soft limit is 1,024" in low.detail
-    assert "after the hard limit of 4,096 is raised" in descriptors(2000, 1024, 4096).remedy
-    assert "raised" not in descriptors(2000, 1024, resource.RLIM_INFINITY).remedy
+    assert limits(200, 2256, 4096)[1].works
+    assert "after the hard limit of 4,096 is raised" in limits(2000, 1024, 4096)[0].remedy
+    assert "raised" not in limits(2000, 1024, many)[0].remedy
+    assert "Options(link_bytes=" in limits(20_000, many, many)[1].remedy
     assert run(["doctor", "--json", "--peers", "1000000000"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["limits"]
-    assert found["works"] is False
+    found = json.loads(capsys.readouterr().out)["limits"]
+    assert [f["works"] for f in found] == [False, False]
 
 
 @needs_nixl

@@ -14,7 +14,7 @@ from tests.support.pages import ROOT
 PAGE = (ROOT / "docs/observe.md").read_text()
 ROW = re.compile(r"^\| `(disagg_kv_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 UNITS = ("seconds", "bytes")
-COUNTS = {"rooms", "slots", "slots_used", "peers"}
+COUNTS = {"rooms", "slots", "slots_used", "peers", "links", "links_budget"}
 """Gauges that count things, which have no unit."""
 
 

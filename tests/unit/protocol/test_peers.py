@@ -11,9 +11,9 @@ from disagg_kv.errors import IncompatiblePeerError, PeerLostError, RemoteProtoco
 from disagg_kv.ids import Epoch
 from disagg_kv.protocol import VERSION, Forget, Greeted, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
 from disagg_kv.protocol.frames import Heartbeat, Refused, WireSite, WireSpec
+from disagg_kv.protocol.known_peer import FORGET_AFTER
 from disagg_kv.protocol.peer_effects import PeerEffect
-from disagg_kv.protocol.peers import FORGET_AFTER
-from disagg_kv.protocol.refusals import MAX_REFUSED
+from disagg_kv.protocol.refusals import MAX_REFUSED, Answers
 
 
 def epoch(n: int) -> Epoch:
@@ -461,10 +461,11 @@ def test_a_peer_that_stays_lost_is_forgotten_and_may_come_back() -> None:
 def test_lives_and_addresses_that_came_and_went_are_bounded() -> None:
     a = table(1, "a")
     a.MAX_RETIRED = 8
+    a._answers_to = Answers(8)
     for n in range(2, 60):
         a.on_hello(hello(epoch(n), b"", "b", born=n), float(n))
         a.on_hello(hello(epoch(200), b"", f"x{n}", version=9), float(n))
-    assert len(a._retired) == len(a._answered) == 8
+    assert len(a._retired) == len(a._answers_to._answered) == 8
     assert a.epochs() == (epoch(59),)
 
 

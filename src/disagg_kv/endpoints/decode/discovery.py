@@ -4,6 +4,10 @@ A room waits here from ``open`` on. It leaves in one of three ways. All ranks of
 :class:`Found`. One of them cannot be connected, or they contradict each other: it is :class:`Unreachable`. Or it ends
 for another reason, such as its deadline, and :meth:`Discovery.forget` removes it.
 
+The ranks of an instance whose links were dropped are dialled at the addresses that were last known, and the rendezvous
+is not asked. If one of them does not answer there, or another one does, the rendezvous is asked after all. While a room
+waits here, the ranks that are connected are in use: none loses its link before the last one is connected.
+
 Every method that may let rooms leave returns them. The caller checks that they are still open.
 """
 
@@ -14,9 +18,9 @@ from typing import TypeAlias
 
 from attrs import define, field, frozen
 
-from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
+from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
 from ...ids import Epoch
-from ...protocol import RoomKey
+from ...protocol import KnownPeer, RoomKey
 from ...rendezvous import Source
 from ..runtime.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
 from ..runtime.event_loop import EventLoop
@@ -53,6 +57,9 @@ class PrefillInstance:
         pause_s: seconds between the last two questions.
         error: why the rendezvous gave no addresses.
         waiting: the rooms that wait.
+        held: ranks that are in use for them.
+        returning: ranks whose links were dropped are dialled at the addresses that were known.
+        moved: one of them was not found there; the rendezvous is asked for the rooms that wait.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -60,6 +67,9 @@ class PrefillInstance:
     pause_s: float = 0.0
     error: DisaggKVError | None = None
     waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
+    held: dict[Epoch, None] = field(factory=dict)
+    returning: bool = False
+    moved: bool = False
 
     def fail(self, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
         """No room that waits can begin, as the rank at ``address`` is not there. The addresses are asked for again."""
@@ -90,6 +100,7 @@ class Discovery:
         instance = self._instances.get(room.source)
         if instance is not None:
             instance.waiting.pop(room.key, None)
+            self._let_go(instance)
 
     def tick(self) -> Sequence[Outcome]:
         """Ask the rendezvous again where that is due. Instances that no room waits for are forgotten."""
@@ -112,24 +123,55 @@ class Discovery:
             return []
         instance.error = answer.error
         if isinstance(answer.error, InstanceClosedError):
-            return instance.fail(answer.error)
+            return self._fail(instance, answer.error)
         if answer.error is not None:
             instance.look_at = self._loop.now + LOOKUP_FAILED_S
         if answer.addresses is None:
             return []
-        instance.addresses = answer.addresses
+        instance.addresses, instance.returning = answer.addresses, False
         for address in answer.addresses:
             if self._loop.peers.at(address) is None:
                 self._loop.dial(address)
-        return self._ready(instance)
+        return self._ready(answer.source, instance)
 
     def on_up(self, address: str) -> Sequence[Outcome]:
         """A prefill rank is connected."""
-        return [outcome for instance in self._with(address) for outcome in self._ready(instance)]
+        return [outcome for source, instance in self._with(address) for outcome in self._ready(source, instance)]
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> Sequence[Outcome]:
         """A prefill rank cannot be connected."""
-        return [outcome for instance in self._with(address) for outcome in instance.fail(error, address)]
+        outcomes: list[Outcome] = []
+        for source, instance in self._with(address):
+            if instance.returning and not isinstance(error, CapacityError):
+                self._ask_after_all(source, instance)
+            else:
+                outcomes += self._fail(instance, error, address)
+        return outcomes
+
+    def _fail(self, instance: PrefillInstance, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
+        outcomes = instance.fail(error, address)
+        self._let_go(instance)
+        return outcomes
+
+    def _ask_after_all(self, source: Source, instance: PrefillInstance) -> None:
+        """A rank is not where it was when its link was dropped."""
+        instance.addresses, instance.returning, instance.moved = None, False, True
+        self._loop.look_up(source)
+
+    def _hold(self, instance: PrefillInstance) -> None:
+        """The ranks that are connected keep their links while rooms wait for the others."""
+        for address in instance.addresses or ():
+            epoch = self._loop.peers.at(address)
+            if epoch is not None and epoch not in instance.held:
+                instance.held[epoch] = None
+                self._loop.peers.use(epoch, self._loop.now)
+
+    def _let_go(self, instance: PrefillInstance) -> None:
+        """The same is over once no room waits."""
+        if not instance.waiting:
+            for epoch in instance.held:
+                self._loop.peers.release(epoch)
+            instance.held.clear()
 
     def not_found(self, room: DecodeRoom) -> PeerLostError:
         """The error of a room that waited for its whole ``silence_s``."""
@@ -147,45 +189,61 @@ class Discovery:
         loop = self._loop
         instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
         instance.look_at = loop.now + instance.pause_s
-        epochs = self._connected(source)
-        if not epochs or loop.directory.stale(source, lively=all(loop.peers.lively(one, loop.now) for one in epochs)):
+        lives = self._lives(source, instance)
+        lively = all(life.parted or loop.peers.lively(Epoch(life.hello.src), loop.now) for life in lives)
+        if not lives or loop.directory.stale(source, lively=lively):
             loop.look_up(source)
-        if not instance.waiting or not self._connected(source):
+            lives = self._lives(source, instance)
+        if not instance.waiting or not lives:
             return []
         instance.addresses = loop.directory.known(source)
-        return self._ready(instance)
+        for life in lives:
+            if life.parted:
+                instance.returning = True
+                loop.dial(life.hello.address)
+        return self._ready(source, instance)
 
-    def _connected(self, source: Source) -> list[Epoch]:
+    def _lives(self, source: Source, instance: PrefillInstance) -> list[KnownPeer]:
         """The ranks of an instance at the addresses that the rendezvous gave last; none unless all are connected.
 
         A rank whose connection is broken may have ended, and another instance may have taken its address: then the
-        rendezvous is asked first.
+        rendezvous is asked first. A parted rank counts as connected, unless one was not found again.
         """
-        peers, epochs = self._loop.peers, list[Epoch]()
+        peers, lives = self._loop.peers, list[KnownPeer]()
         for rank, address in enumerate(self._loop.directory.known(source) or ()):
-            epoch = peers.at(address)
+            epoch = peers.addresses.get(address)
             peer = None if epoch is None else peers.known(epoch)
             if (
                 peer is None
+                or peer.lost
+                or (peer.parted and instance.moved)
                 or peer.closed is not None
                 or (peer.hello.instance, peer.hello.rank) != (source.instance, rank)
             ):
                 return []
-            epochs.append(Epoch(peer.hello.src))
-        return epochs
+            lives.append(peer)
+        return lives
 
-    def _ready(self, instance: PrefillInstance) -> list[Outcome]:
+    def _ready(self, source: Source, instance: PrefillInstance) -> list[Outcome]:
         """The rooms that wait, once all ranks are connected."""
         epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
         remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
         ready = tuple(remote for remote in remotes if remote is not None)
         if not instance.addresses or len(ready) < len(instance.addresses):
+            self._hold(instance)
             return []
+        if instance.returning and any(
+            (one.hello.instance, one.hello.rank) != (source.instance, rank) for rank, one in enumerate(ready)
+        ):
+            self._ask_after_all(source, instance)
+            return []
+        instance.returning = instance.moved = False
         waiting, instance.waiting = instance.waiting, {}
+        self._let_go(instance)
         return [_checked(room, ready) for room in waiting.values()]
 
-    def _with(self, address: str) -> list[PrefillInstance]:
-        return [one for one in self._instances.values() if one.addresses and address in one.addresses]
+    def _with(self, address: str) -> list[tuple[Source, PrefillInstance]]:
+        return [(of, one) for of, one in self._instances.items() if one.addresses and address in one.addresses]
 
 
 def _named(error: DisaggKVError, source: Source, rank: int | None) -> DisaggKVError:

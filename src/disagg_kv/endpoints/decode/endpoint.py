@@ -167,11 +167,14 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 
     def usage(self) -> Usage:
         """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+        links, most = self._links()
         return Usage(
             self._rooms(),
             ring_bytes=self._ring_bytes,
             ring_used_bytes=self.leased_bytes,
             quarantined_bytes=self.quarantined_bytes,
+            links=links,
+            links_most=most,
         )
 
     @property

@@ -299,9 +299,13 @@ class DecodeSide:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
         for room in self._with(lost.peer):
             self._handle(room, lost)
-        self._queue.forget(lost.peer)
-        self._paces.pop(lost.peer, None)
-        for writers in [w for w in self._plans if lost.peer in w]:
+        self.on_parted(lost.peer)
+
+    def on_parted(self, epoch: Epoch) -> None:
+        """Nothing is kept of a rank that is not there."""
+        self._queue.forget(epoch)
+        self._paces.pop(epoch, None)
+        for writers in [w for w in self._plans if epoch in w]:
             del self._plans[writers]
 
     def on_gone(self, epoch: Epoch) -> None:

@@ -184,7 +184,15 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     def usage(self) -> Usage:
         """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
         stuck = self._side.quarantined_slots * self._slot_bytes
-        return Usage(self._rooms(), slots=self._slots, slots_used=self.pinned_slots, quarantined_bytes=stuck)
+        links, most = self._links()
+        return Usage(
+            self._rooms(),
+            slots=self._slots,
+            slots_used=self.pinned_slots,
+            quarantined_bytes=stuck,
+            links=links,
+            links_most=most,
+        )
 
     @property
     def staging(self) -> Buffer:

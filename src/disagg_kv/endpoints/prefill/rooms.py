@@ -122,7 +122,8 @@ class PrefillSide:
             self._apply(room, machine.cancel(error, now))
         for expect in self._early.take(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
-            self._on_expect(expect, parked=True)
+            if not self._loop.link_again(expect):
+                self._on_expect(expect, parked=True)
 
     def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
         """Have a room's machine do something, if the room is still there."""
@@ -406,6 +407,10 @@ class PrefillSide:
         """Its flows end."""
         self._to_flows(lost.peer, lost)
         self._router.forget(lost.peer)
+
+    def on_parted(self, epoch: Epoch) -> None:
+        """Nothing is kept of a rank that is not there."""
+        self._router.forget(epoch)
 
     def on_gone(self, epoch: Epoch) -> None:
         """Nothing moves between us any more."""

@@ -111,6 +111,11 @@ class Endpoint(ABC, Generic[H, S]):
         """Rooms that are still kept: open ones, and ended ones that wait for evidence or a last answer."""
         return self._side.open_rooms
 
+    def _links(self) -> tuple[int, int]:
+        """How many links there are, and above how many those are dropped that no room uses. From any thread."""
+        links = self._loop.peers.links
+        return len(links), int(min(links.most, self._options.peers))
+
     def _rooms(self) -> Counter[Phase]:
         """By phase, the rooms that are not released. From any thread."""
         states = (handle.state for handle in self._ids.handles())

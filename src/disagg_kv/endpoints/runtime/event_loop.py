@@ -38,6 +38,7 @@ from ...protocol import (
     Send,
     SendTo,
     Tombstones,
+    Unlink,
     Unreachable,
     Up,
 )
@@ -62,6 +63,7 @@ from .handshake import EndpointInfo, RemoteEndpoint, check_key
 from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
 from .limited_log import LimitedLog
+from .link_budget import links_of
 from .mapping import UNMAPPED, Mapping, map_pool
 from .pauses import Pauses
 from .peer_registry import PeerRegistry
@@ -111,7 +113,8 @@ class EventLoop:
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the step.
         self._prompt = self._naps is not None
-        self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
+        links = links_of(channel, me.transport, options)
+        self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options, links)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options, me.instance)
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
@@ -401,6 +404,8 @@ class EventLoop:
                 case Lost():
                     self._on_lost(effect)
                     self.peer_registry.lost(effect.peer)
+                case Unlink(epoch):
+                    self._on_unlink(epoch)
                 case Unreachable(address, error):
                     self.side.on_unreachable(address, error)
                 case Forget(address):
@@ -466,6 +471,23 @@ class EventLoop:
             for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
                 self._unlink(epoch)
 
+    def _on_unlink(self, epoch: Epoch) -> None:
+        """No room uses a life: drop what there is for it but its entry in the table, if it has one still."""
+        self.observer.count("links.dropped")
+        self.side.on_parted(epoch)
+        self.remotes.pop(epoch, None)
+        self._unlink(epoch)
+        if self.peers.known(epoch) is None:
+            self.peer_registry.lost(epoch)
+
+    def link_again(self, frame: RoomFrame) -> bool:
+        """Keep a frame of a parted life until its link is there again; False: it is no such frame.
+
+        The frame was taken when the life had a link, and is used only now.
+        """
+        self._peer_effects(self.peers.bring_back(Epoch(frame.src), self.now))
+        return self.connections.hold(frame, 0)
+
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
         self.lose(epoch, self._lost(epoch, "its end was confirmed"), ended=True)
@@ -488,7 +510,7 @@ class EventLoop:
 
     def send(self, send: Send) -> None:
         """To a life, wherever it is; dropped if it is not known any more."""
-        address = self.peers.address(send.to)
+        address = self.peers.route(send.to)
         if address is None:
             self.observer.count("frames.unroutable")
             return

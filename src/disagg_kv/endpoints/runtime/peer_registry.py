@@ -131,6 +131,8 @@ class PeerRegistry:
             state = "silent"
         elif of.peer.used_since is None and silent_s > self._silent_s:
             state = "idle"
+        if of.peer.parted:
+            state = "parted"
         if of.peer.lost or of.peer.ended:
             state = "ended" if of.peer.ended else "lost"
         lane = self._lane(epoch)

@@ -144,7 +144,7 @@ class Fleet:
         life, on_change = self._lives[name], self._on_change
         rank = FleetRank(
             self, self.wires, self.store, self._hosts, role, number, life, self.meter, on_change,
-            self._observe(role, number),
+            self._observe(role, number), self.plan.links,
         )  # fmt: skip
         self._addresses[rank.epoch] = rank.address
         ranks = self._ranks[role]
@@ -327,6 +327,12 @@ class Fleet:
         """Peers that all ranks know."""
         return sum(rank.peers for ranks in self._ranks.values() for rank in ranks)
 
+    @property
+    def links(self) -> tuple[int, int]:
+        """Links that all ranks have, and those that they have dropped."""
+        ranks = [rank for ranks in self._ranks.values() for rank in ranks]
+        return sum(len(rank.links) for rank in ranks), sum(rank.links.dropped for rank in ranks)
+
 
 def _in_rack(address: str) -> bool:
     return int(address.rpartition("-")[2]) % RACK == 0
@@ -367,6 +373,8 @@ def run_fleet(plan: FleetPlan) -> FleetResult:
         joining_cpu_s=joining.cpu_ns / 1e9 / ranks,
         withheld=fleet.withheld,
         peers_per_rank=fleet.peers / ranks,
+        links_per_rank=fleet.links[0] / ranks,
+        links_dropped_per_rank=fleet.links[1] / ranks,
         events=fleet.events,
         wall_s=time.monotonic() - began,
         memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

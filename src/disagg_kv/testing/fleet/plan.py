@@ -82,6 +82,7 @@ class FleetPlan:
         faults: ``RESTARTS``: one of a hundred ranks restarts each minute. ``STORE``: the store is away for a minute.
             ``RACK``: one of ten ranks is cut off from the others.
         seed: of everything that is drawn.
+        links: budget of each rank, in links; 0: the endpoints' own.
 
     Raises:
         ConfigurationError: a number out of its range, or a fault of another type.
@@ -93,11 +94,13 @@ class FleetPlan:
     rate: float = 2.0
     faults: frozenset[FleetFault] = field(default=frozenset(), converter=_faults)
     seed: int = 0
+    links: int = 0
 
     def __attrs_post_init__(self) -> None:
         for name in ("prefills", "decodes"):
             arguments.count(getattr(self, name), name, least=1, most=MOST_RANKS)
         arguments.count(self.seed, "seed")
+        arguments.count(self.links, "links", most=MOST_RANKS)
         for name, most in (("seconds", MOST_SECONDS), ("rate", MOST_RATE)):
             value = arguments.seconds(getattr(self, name), name)
             if not 0 < value <= most:
@@ -133,6 +136,8 @@ class FleetResult:
         withheld: looks, one a second at each decode rank, that found a peer whose requests for a lease had to wait
             because it counted as silent; of peers that were not faulty.
         peers_per_rank: peers that a rank knows at the end.
+        links_per_rank: links that a rank has at the end.
+        links_dropped_per_rank: links that a rank has dropped, as no room used them.
         events: of the simulation.
         wall_s: seconds that the simulation took.
         memory_bytes: the most memory that it took.
@@ -155,6 +160,8 @@ class FleetResult:
     joining_cpu_s: float
     withheld: int
     peers_per_rank: float
+    links_per_rank: float
+    links_dropped_per_rank: float
     events: int
     wall_s: float
     memory_bytes: int

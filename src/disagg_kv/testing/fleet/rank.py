@@ -9,8 +9,10 @@ from math import inf
 
 from ...endpoints import DecodeEndpoint, Delivery, Environment, Incarnation, PrefillEndpoint, Reception
 from ...endpoints.runtime.background import Background
+from ...endpoints.runtime.link_budget import link_cost
 from ...errors import TransportError
 from ...ids import Epoch, Peer
+from ...protocol import Links, Options
 from ...trace import Observer
 from ...transports.process import Ending, Process
 from .parts import FleetBackground, FleetChannel, FleetTransport, Host, NullKernels, NullPool, Wires, World
@@ -60,6 +62,7 @@ class FleetRank:
         meter: what its processor time is added to.
         on_change: given each handle that ``poll`` returns.
         observer: what its endpoint gives spans and counts to.
+        links: budget of links; 0: the endpoint's own.
     """
 
     endpoint: PrefillEndpoint | DecodeEndpoint
@@ -76,6 +79,7 @@ class FleetRank:
         meter: Meter,
         on_change: Callable[[Delivery | Reception], None],
         observer: Observer,
+        links: int = 0,
     ) -> None:
         self.world = world
         self.on_change = on_change
@@ -92,6 +96,8 @@ class FleetRank:
         name = f"{role[:2]}{number:06d}.{life:05d}".encode().ljust(16, b"\0")
         self.transport = FleetTransport(self, Peer(name), hosts)
         self.epoch = Epoch(name)
+        each = link_cost(self.channel, self.transport).nbytes
+        self._options = Options(link_bytes=links * each) if links else Options()
         process = Process(number + 1, life, f"host of {self.instance}")
         with self.meter.spending(each=1):
             self._build(FleetRendezvous(store, self), Incarnation(self.epoch, process, _unseen, born=life), observer)
@@ -105,13 +111,13 @@ class FleetRank:
             self.endpoint = DecodeEndpoint(
                 pool, transport=self.transport, channel=self.channel, rendezvous=store, instance=self.instance,
                 strategy="staged", ring_bytes=RING_BYTES, kernels=NullKernels(), environment=environment,
-                observer=observer,
+                observer=observer, options=self._options,
             )  # fmt: skip
         else:
             self.endpoint = PrefillEndpoint(
                 pool, transport=self.transport, channel=self.channel, rendezvous=store, instance=self.instance,
                 strategy="staged", slot_bytes=SLOT_BYTES, slots=SLOTS, kernels=NullKernels(), environment=environment,
-                observer=observer,
+                observer=observer, options=self._options,
             )  # fmt: skip
         self._view = self.endpoint.inspect()
 
@@ -154,6 +160,11 @@ class FleetRank:
             self.on_change(handle)
         if due is not None:
             self.wake_at(max(due, self.world.now + 0.001))
+
+    @property
+    def links(self) -> Links:
+        """Its links."""
+        return self._view.loop.peers.links
 
     @property
     def peers(self) -> int:

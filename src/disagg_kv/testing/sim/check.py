@@ -349,6 +349,8 @@ class Checks:
         )
         if len(node.prepared) != len(launches):
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {len(launches)} are known")
+        if "links.dropped" in node.counters.of:
+            self._world.mark("links:dropped")
         due = node.loop.side.next_at()
         overdue = due is not None and due < node.loop.now and not node.behind and not node.failing
         node.overdue = node.overdue + 1 if overdue else 0
@@ -365,6 +367,7 @@ class Checks:
     def _integrity(self, node: SimNode, since: float) -> None:
         try:
             node.loop.side.check_integrity(since)
+            node.view.loop.peers.check_integrity()
         except AssertionError as exc:
             self._fail("I3", f"{node.address}: {exc!r}")
 

@@ -12,7 +12,7 @@ from ...ids import Peer, RegionId, Ticket
 from ...memory import U8, Buffer, Event, bytes_of
 from ...planning import Writes
 from ...staging import Lease
-from ...transports import Capabilities, PeerEvent, Settled, WriteEnded
+from ...transports import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
@@ -95,6 +95,7 @@ class SimTransport:
             detects_peer_death=world.scenario.detects_death,
             drain_s=world.scenario.drain_s,
             max_batch=64,
+            link=LinkCost(0, 0),
         )
         self.regions: dict[int, U8] = {}
         self.ring: U8 | None = None

@@ -9,6 +9,7 @@ from functools import partial
 from ...channels import Arrived, Closed, Opened, check_together
 from ...protocol import Codec
 from ...protocol.frames import ChunkReady
+from ...transports import LinkCost
 from .fault import FaultClass
 from .kind import Kind
 from .simulation import SimProcess, Simulation
@@ -24,12 +25,17 @@ LATENCY_S = (0.001, 0.001, 0.002)
 FAR_S = (0.01, 0.03, 0.08)
 """How much longer the frames of a rank that is far away take."""
 
+LINK = LinkCost(0, 0)
+
 Message = Sequence[bytes]
 """Frames that arrive together, or not at all."""
 
 
 class SimChannel:
     """One life's inbox; satisfies :class:`~disagg_kv.channels.Channel`. Whatever it sends, the network has."""
+
+    link_cost = LINK
+    """Nothing; the endpoint's own part counts."""
 
     def __init__(self, network: Network, process: SimProcess) -> None:
         self.process = process

@@ -29,6 +29,7 @@ tables, every release."""
 
 MARKS = frozenset(
     {
+        "links:dropped",
         "release:landed",
         "release:drained",
         "release:gone",

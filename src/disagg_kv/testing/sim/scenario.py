@@ -10,6 +10,7 @@ from functools import lru_cache
 from attrs import evolve, frozen
 
 from ...endpoints import retry
+from ...endpoints.runtime.link_budget import OWN_LINK
 from ...geometry import CacheSpec, Shard, Site, shard, stages
 from ...ids import GroupId, LayerId, RoomId
 from ...memory import PagedPool
@@ -59,6 +60,9 @@ REFUSED = 0.2
 
 REMEMBERED = (1, 2, 64)
 """Ended rooms that endpoints remember by id: a frame of an earlier one may come late."""
+
+FEW_LINKS, LINKS = 0.5, (1, 1, 2)
+"""Share of the worlds in which endpoints drop links that no room uses, and the links that they may keep then."""
 
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
@@ -408,9 +412,16 @@ def _options(seed: int, rng: random.Random) -> Options:
         window=rng.choice((1, 2, 4, 16)),
         tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
         parked=rng.choice((1, 64)),
+        link_bytes=_link_bytes(seed),
         aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
         table_part=random.Random(f"tables {seed}").choice((4, 10, 64, 1024)),
     )
+
+
+def _link_bytes(seed: int) -> int:
+    """The budget of links: of few, or of more than a world has."""
+    rng = random.Random(f"links {seed}")
+    return OWN_LINK.nbytes * (rng.choice(LINKS) if rng.random() < FEW_LINKS else 1000)
 
 
 @lru_cache(2 * len(TOPOLOGIES))

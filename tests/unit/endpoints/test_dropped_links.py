@@ -1,0 +1,219 @@
+"""Endpoints with a small budget of links: rooms never suffer from it, and who was dropped returns without a look-up."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from disagg_kv.channels import UNKNOWN_LINK, Hub, InprocChannel
+from disagg_kv.endpoints.runtime.link_budget import OWN_LINK, allowed_links, link_cost
+from disagg_kv.errors import CapacityError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.protocol import Options, Phase
+from disagg_kv.rendezvous import Source, StaticRendezvous
+from disagg_kv.testing import Fault, FaultyTransport
+from disagg_kv.transports import InprocTransport, LinkCost
+from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+ONE = link_cost(InprocChannel(Hub(), "x"), InprocTransport()).nbytes
+FEW = Options(link_bytes=ONE)
+
+
+class Counting(StaticRendezvous):
+    """Counts what it is asked."""
+
+    asked = 0
+
+    def lookup(self, source: Source) -> tuple[str, ...] | None:
+        """Count it."""
+        self.asked += 1
+        return super().lookup(source)
+
+
+def rig_of(options: Options = FEW, names: str = "PQ") -> tuple[Rig, list[Prefills], Decodes, Counting]:
+    """A decode rank, and prefill instances."""
+    rig = Rig(SPEC, options=options)
+    store = rig.rendezvous = Counting()
+    instances = [rig.prefill(tp_shards(SPEC, 1), name, strategy="staged") for name in names]
+    return rig, instances, rig.decode(tp_shards(SPEC, 1), strategy="staged"), store
+
+
+def serve(rig: Rig, name: str, prefills: Prefills, decodes: Decodes, of: str) -> None:
+    rig.request(name, prefills, decodes, 12, of=of).start(12).released().done()
+
+
+def states(end: object) -> dict[str, str]:
+    return {peer.instance: peer.state for peer in end.peers()}  # type: ignore[attr-defined]
+
+
+def check(rig: Rig) -> None:
+    for member in rig.members:
+        member.endpoint.check_integrity()
+        member.endpoint.driver.loop.peers.check_integrity()
+
+
+def test_an_idle_peer_above_the_budget_is_dropped_on_both_sides_and_returns_without_a_look_up() -> None:
+    rig, (p, q), decodes, store = rig_of()
+    serve(rig, "one", p, decodes, "P")
+    serve(rig, "two", q, decodes, "Q")
+    rig.wait(3.0)
+    decode = decodes[0].endpoint
+    assert states(decode) == {"P": "parted", "Q": "idle"}
+    assert states(p[0].endpoint) == {"D": "parted"}, "the other side drops its own, although it has but this one"
+    assert (decode.usage().links, decode.usage().links_most) == (1, 1)
+    assert [len(end.driver.loop.connections.linked()) for end in (decode, p[0].endpoint)] == [1, 0]
+    asked = store.asked
+    serve(rig, "three", p, decodes, "P")
+    assert store.asked == asked
+    rig.wait(3.0)
+    assert states(decode) == {"P": "idle", "Q": "parted"}
+    assert decodes[0].observer.counters["links.dropped"] == 2
+    assert "peers.lost" not in decodes[0].observer.counters
+    check(rig)
+
+
+def test_rooms_with_more_peers_than_the_budget_keep_all_links() -> None:
+    """Of several instances at once, and of one instance with more ranks than there may be links."""
+    rig = Rig(SPEC)
+    instances = [rig.prefill(tp_shards(SPEC, 2), name, strategy="staged") for name in "PQ"]
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", options=FEW)
+    requests = [rig.request(f"r{n}", one, decodes, 12, of="PQ"[n]) for n, one in enumerate(instances)]
+    for request in requests:
+        request.open_decode().expect()
+    rig.wait(5.0)
+    assert decodes[0].endpoint.usage().links == 4
+    for request in requests:
+        request.open_prefill().send(12).finish().released().done()
+    rig.wait(3.0)
+    assert decodes[0].endpoint.usage().links == 1
+    for n, one in enumerate(instances):
+        serve(rig, f"again {n}", one, decodes, "PQ"[n])
+    check(rig)
+
+
+def test_an_instance_that_moved_while_its_link_was_dropped_is_looked_up_after_all() -> None:
+    """Nothing answers at its old address, or another one does."""
+    for elsewhere in (False, True):
+        rig, (p, q), decodes, store = rig_of()
+        serve(rig, "one", p, decodes, "P")
+        serve(rig, "two", q, decodes, "Q")
+        rig.wait(3.0)
+        p[0].crash()
+        fresh = rig.prefill(tp_shards(SPEC, 1), "P", at="M", strategy="staged")
+        if elsewhere:
+            rig.prefill(tp_shards(SPEC, 1), "O", at="P", strategy="staged")
+        asked = store.asked
+        serve(rig, "three", fresh, decodes, "P")
+        assert store.asked > asked
+        check(rig)
+
+
+def test_an_instance_that_ended_while_its_link_was_dropped_fails_its_room_by_name() -> None:
+    rig, (p, q), decodes, _ = rig_of()
+    serve(rig, "one", p, decodes, "P")
+    serve(rig, "two", q, decodes, "Q")
+    rig.wait(3.0)
+    p[0].crash()
+    request = rig.request("three", [], decodes, 12, of="P").open_decode().expect()
+    rig.until(lambda: request.all(Phase.FAILED), "the failure", turns=2000)
+    assert "no process listens there" in request.errors() or "no answer" in request.errors()
+
+
+def test_a_peer_whose_room_waits_for_this_side_keeps_its_link() -> None:
+    """Its ``Expect`` is parked: no room of this side uses it, but it asks for heartbeats."""
+    rig = Rig(SPEC, options=FEW)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
+    first = rig.decode(tp_shards(SPEC, 1), "A", strategy="staged", options=Options())
+    second = rig.decode(tp_shards(SPEC, 1), "B", strategy="staged", options=Options())
+    late = rig.request("late", prefills, first, 12).open_decode().expect()
+    rig.wait(1.0)
+    serve(rig, "other", prefills, second, "P")
+    rig.wait(6.0)
+    assert states(prefills[0].endpoint) == {"A": "connected", "B": "parted"}
+    late.open_prefill().send(12).finish().released().done()
+    check(rig)
+
+
+def test_what_was_parked_of_a_peer_brings_its_link_back() -> None:
+    """Its link was dropped for another one at the limit: the room does not wait for a repeated frame."""
+    rig = Rig(SPEC, options=Options(known_s=60.0))
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    late = rig.request("late", prefills, decodes, 12).open_decode().expect()
+    rig.wait(0.5)
+    loop, epoch = prefills[0].endpoint.driver.loop, decodes[0].endpoint.driver.loop.me.epoch
+    loop._peer_effects(loop.peers._part(epoch, loop.now, notify=False))
+    assert states(prefills[0].endpoint) == {"D": "parted"}
+    began = rig.clock()
+    late.open_prefill().send(12).finish().released().done()
+    assert rig.clock() - began < 0.5, "it waited for a repetition"
+    check(rig)
+
+
+def test_the_link_of_a_lost_peer_with_memory_in_quarantine_stays() -> None:
+    """Evidence about it comes through the link; it goes once its memory is free, before all others."""
+    rig = Rig(SPEC, options=attrs.evolve(FEW, silence_s=3.0))
+    memory = Memory(transport=lambda: FaultyTransport(InprocTransport(), lambda number: Fault.HUNG))
+    p = rig.prefill(tp_shards(SPEC, 1), "P", memory, strategy="staged")
+    q = rig.prefill(tp_shards(SPEC, 1), "Q", strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("one", p, decodes, 12, of="P").start(12)
+    rig.until(lambda: bool(decodes[0].endpoint.leased_bytes), "the lease")
+    rig.wait(0.5)
+    p[0].frozen = True
+    rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the failure")
+    decode, epoch = decodes[0].endpoint, p[0].endpoint.driver.loop.me.epoch
+    serve(rig, "two", q, decodes, "Q")
+    rig.wait(20.0)
+    assert decode.leased_bytes
+    assert states(decode) == {"P": "lost", "Q": "parted"}
+    assert list(decode.driver.loop.connections.linked()) == [epoch]
+    decode.confirm_terminated(epoch)
+    rig.until(lambda: not decode.leased_bytes, "the release")
+    serve(rig, "three", q, decodes, "Q")
+    rig.wait(3.0)
+    assert states(decode) == {"Q": "idle"}
+    check(rig)
+
+
+def test_where_rooms_use_all_links_that_there_may_be_a_further_peer_is_refused_by_name() -> None:
+    rig, instances, decodes, _ = rig_of(Options(link_descriptors=1), names="PQR")
+    requests = [rig.request(f"r{n}", one, decodes, 12, of="PQR"[n]) for n, one in enumerate(instances)]
+    for request in requests:
+        request.open_decode().expect()
+    rig.until(lambda: requests[2].receives[0].phase is Phase.FAILED, "the refusal")
+    error = requests[2].receives[0].error
+    assert isinstance(error, CapacityError)
+    assert "rooms use all 2 links" in str(error)
+    for request in requests[:2]:
+        request.open_prefill().send(12).finish().released().done()
+    rig.wait(3.0)
+    serve(rig, "again", instances[2], decodes, "R")
+
+
+@pytest.mark.parametrize(
+    ("cost", "options", "soft", "most", "limit"),
+    [
+        (LinkCost(1000, 8), Options(), 1024, 76, 95),
+        (LinkCost(100_000, 8), Options(link_bytes=10**6), 1024, 10, 95),
+        (LinkCost(1000, 8), Options(link_descriptors=80), 1024, 10, 12),
+        (LinkCost(1000, 8), Options(link_bytes=1), 64, 1, 2),
+        (LinkCost(0, 0), Options(), 64, float("inf"), float("inf")),
+        (LinkCost(1 << 20, 8), Options(), -1, 128, float("inf")),
+    ],
+)
+def test_the_budget_comes_from_options_and_the_limit_of_the_process(
+    cost: LinkCost, options: Options, soft: int, most: float, limit: float
+) -> None:
+    """With a quarter more, they are within the limit of the process, and 256 descriptors are left."""
+    links = allowed_links(cost, options, soft)
+    assert (links.most, links.limit) == (most, limit)
+
+
+def test_a_channel_that_does_not_know_what_a_peer_costs_counts_as_one_that_takes_much() -> None:
+    class Plain:
+        """No channel of ours."""
+
+    transport = InprocTransport()
+    assert link_cost(Plain(), transport) == OWN_LINK + UNKNOWN_LINK + transport.caps.link  # type: ignore[arg-type]
