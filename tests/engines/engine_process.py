@@ -33,7 +33,7 @@ async def serve(config: dict[str, Any]) -> None:
     args = AsyncEngineArgs(
         model=config["model"],
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=config.get("dtype", "float32"),
         enforce_eager=True,
         block_size=config.get("block_size", 32),
         enable_prefix_caching=config.get("prefix_caching", False),

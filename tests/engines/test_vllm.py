@@ -58,6 +58,23 @@ def test_tokens_are_those_of_one_instance(
     assert decode.prompt_tokens("local_compute") <= len(LENGTHS)  # the last token of each
 
 
+def test_decode_keeps_another_dtype(start: Start) -> None:
+    """Prefill's cache is float32, decode's float16: half the bytes, and checksums compare them with the conversion."""
+    options = {"description": "common", "verify": "full"}
+    prefill, decode = both(
+        start,
+        {"kv": transfer("kv_producer", **options)},
+        {"kv": transfer("kv_consumer", **options), "dtype": "float16"},
+    )
+    for length in LENGTHS:
+        answer = serve(prefill, decode, str(length), prompt(length), COUNT)
+        assert (answer["reason"], len(answer["tokens"])) == ("length", COUNT)
+    assert decode.metric("vllm:disagg_kv_loaded_total") == len(LENGTHS)
+    assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
+    per_row = 4 * 2 * 4 * 32 * 2  # layers, K and V, heads, elements, bytes
+    assert decode.metric("vllm:disagg_kv_loaded_bytes_total") == sum(LENGTHS) * per_row
+
+
 def test_swapped_heads_give_other_tokens(start: Start, tokens_of: TokensOf) -> None:
     """The comparison above can fail."""
     wrong = {
