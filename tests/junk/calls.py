@@ -157,7 +157,7 @@ def plain(name: str, function: Callable[..., object], good: dict[str, object], /
 
 
 ENDPOINT = {
-    "pool": "thing", "transport": "thing", "channel": "thing", "rendezvous": "thing", "instance": "name",
+    "pool": "thing", "transport": "thing or none", "channel": "thing", "rendezvous": "thing", "instance": "name",
     "rank": "count", "shards": "things or none", "strategy": "thing", "verify": "thing", "options": "thing or none",
     "kernels": "thing or none", "observer": "thing or none", "environment": "thing or none",
 }  # fmt: skip

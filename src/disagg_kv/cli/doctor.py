@@ -19,7 +19,7 @@ from attrs import asdict, evolve, frozen
 from rich.text import Text
 
 from ..engines.versions import ENGINES, Engine
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, DisaggKVError
 from .output import Json, JsonFlag, emit
 
 EXPOSED = {
@@ -90,7 +90,7 @@ def examine() -> dict[str, Sequence[Finding]]:
     from ..transports import available as transports
 
     return {
-        "transports": [_carrier(finding) for finding in _findings(transports())],
+        "transports": [*(_carrier(finding) for finding in _findings(transports())), *automatic()],
         "kernels": [mover(finding) for finding in _findings(kernels())],
         "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")}),
         "libraries": system_libraries(),
@@ -152,6 +152,24 @@ def distribution(module: str) -> str:
     """The installed package that a module comes from."""
     names = packages_distributions().get(module, [])
     return ", ".join([*(f"{name} {version(name)}" for name in sorted(set(names))), f"module {module}"])
+
+
+def automatic() -> Sequence[Finding]:
+    """What transport ``auto`` gives the peers of an endpoint, by kind of memory."""
+    import torch
+
+    from ..transports import transport
+    from ..transports.combining import said_name
+
+    found = []
+    for device in ("cpu", "cuda:0")[: 1 + torch.cuda.is_available()]:
+        try:
+            made = transport("auto", device=device)
+            found.append(Finding("auto", True, f"memory on {device}: {said_name(made)}"))
+            made.close(0.0)
+        except DisaggKVError as error:
+            found.append(Finding("auto", False, f"memory on {device}: {error}"))
+    return found
 
 
 def system_libraries() -> Sequence[Finding]:

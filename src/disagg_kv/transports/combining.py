@@ -128,12 +128,14 @@ def for_peer(transport: Transport, name: str, descriptor: bytes) -> bytes:
     return found.descriptor
 
 
-def on_device(transport: CombinedTransport, device: str) -> Transport:
-    """With the lanes that move memory on a device; the others are closed. Nothing is registered yet.
+def on_device(transport: Transport, device: str) -> Transport:
+    """Of several, the lanes that move memory on a device; the others are closed. Nothing is registered yet.
 
     Raises:
         ConfigurationError: no lane does.
     """
+    if not isinstance(transport, CombinedTransport):
+        return transport
     kind = device.partition(":")[0]
     whys = {one.name: f"it moves memory of kind {', '.join(sorted(one.caps.devices))}" for one in transport.lanes}
     able = [lane for lane in transport.lanes if kind in lane.caps.devices]

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from .. import arguments
-from ..errors import ConfigurationError, DisaggKVError, UnknownNameError
+from ..errors import (
+    ConfigurationError,
+    DisaggKVError,
+    MissingDependencyError,
+    TransportError,
+    UnknownNameError,
+    text_of,
+)
 from .base import Transport
+from .combining import check_lanes, combined, lane_names, on_device, said_name
+from .lane_offers import JOIN, listed
+
+log = logging.getLogger("disagg_kv")
 
 ENTRY_POINTS = "disagg_kv.transports"
 """The entry-point group in which an installed package names its transports."""
@@ -23,6 +35,12 @@ _BUILTIN = {
     "nixl": "disagg_kv.transports.nixl:NixlTransport",
     "shm": "disagg_kv.transports.shm:ShmTransport",
 }
+AUTO = "auto"
+"""The name of the transport that takes what starts on a host."""
+
+AUTO_LANES = {"cpu": ("shm", "nixl", "mooncake"), "cuda": ("cuda_ipc", "nixl", "mooncake")}
+"""By kind of memory: the lane within a host, then those between hosts, of which the first that starts is taken."""
+
 _DEFAULTS = {"cpu": "shm", "cuda": "cuda_ipc"}
 _registered: dict[str, Factory] = {}
 
@@ -30,18 +48,37 @@ _registered: dict[str, Factory] = {}
 def register_transport(name: str, factory: Factory) -> None:
     """Make ``transport(name, ...)`` call ``factory`` in this process; replaces what the name meant before."""
     arguments.function(factory, "factory")
-    _registered[arguments.text(name, "name of a transport", least=1)] = factory
+    name = arguments.text(name, "name of a transport", least=1)
+    if name == AUTO or JOIN in name:
+        raise ConfigurationError(f"name of a transport: {name!r} means several transports")
+    _registered[name] = factory
 
 
 def transport(name: str, **options: object) -> Transport:
-    """A new transport. Imports nothing but the one that is asked for.
+    """A new transport. Imports nothing but what is asked for.
+
+    Names joined by ``+`` make one of several transports, as :func:`~disagg_kv.transports.combine`; ``options`` are then
+    those of each, by its name: ``transport("shm+nixl", nixl={"num_threads": 2})``. One that cannot start here is left
+    out, with a warning. ``"auto"`` takes those that start, see :data:`AUTO_LANES`; it has the option ``device``, the
+    pool's device, besides.
 
     Raises:
         UnknownNameError: no transport, or no option of it, has that name; lists those that there are.
         MissingDependencyError: it needs a package that is not installed, or another host.
-        ConfigurationError: a package's entry point cannot be loaded.
+        ConfigurationError: a package's entry point cannot be loaded, or none of several transports starts.
     """
-    factory = _factory(arguments.text(name, "name of a transport"))
+    name = arguments.text(name, "name of a transport")
+    if name == AUTO:
+        device = options.pop("device", "cpu")
+        return _auto(arguments.text(device, "device"), _by_lane(_lanes_for(device), options))
+    if JOIN in name:
+        lanes = lane_names(name)
+        return _several(name, lanes, _by_lane(lanes, options))
+    return _one(name, options)
+
+
+def _one(name: str, options: Mapping[str, object]) -> Transport:
+    factory = _factory(name)
     parameters = inspect.signature(factory).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -49,6 +86,91 @@ def transport(name: str, **options: object) -> Transport:
             if option not in known:
                 raise UnknownNameError(f"option of transport {name!r}", option, known)
     return factory(**options)
+
+
+def _by_lane(lanes: Sequence[str], options: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """Options of several transports, by the name of each.
+
+    Raises:
+        UnknownNameError: options of another one.
+        ConfigurationError: no options.
+    """
+    for lane in options:
+        if lane not in lanes:
+            raise UnknownNameError("transport with options", lane, lanes)
+    found = {lane: arguments.mapping(of, f"options of transport {lane!r}") for lane, of in options.items()}
+    return {lane: {arguments.text(name, "option"): value for name, value in of.items()} for lane, of in found.items()}
+
+
+def _several(name: str, lanes: Sequence[str], options: Mapping[str, Mapping[str, object]]) -> Transport:
+    """The transports of a name that start, in order."""
+    if "" in lanes or len(set(lanes)) < len(lanes) or AUTO in lanes:
+        raise ConfigurationError(f"transport {name!r}: names of different transports are needed between each {JOIN!r}")
+    for lane in lanes:
+        _factory(lane)
+    made, left_out = _started(lanes, options, options)
+    if not made:
+        raise ConfigurationError(f"transport {name!r}: none of them starts here: {listed(left_out)}")
+    for lane, why in left_out.items():
+        log.warning("transport %r goes without %r: %s", name, lane, why)
+    return combined(check_lanes(made, "lanes"), left_out)
+
+
+def _started(
+    lanes: Sequence[str], options: Mapping[str, Mapping[str, object]], given: Container[str]
+) -> tuple[list[Transport], dict[str, str]]:
+    """The transports that start, and why the others do not. A wrong option is an error where options were ``given``."""
+    made: list[Transport] = []
+    left_out: dict[str, str] = {}
+    try:
+        for lane in lanes:
+            try:
+                made.append(_one(lane, options.get(lane, {})))
+            except DisaggKVError as error:
+                if lane in given and not isinstance(error, MissingDependencyError | TransportError):
+                    raise
+                left_out[lane] = text_of(error)
+    except BaseException:
+        for one in made:
+            one.close(0.0)
+        raise
+    return made, left_out
+
+
+def _lanes_for(device: object) -> tuple[str, ...]:
+    kind = arguments.text(device, "device").partition(":")[0]
+    if kind not in AUTO_LANES:
+        raise UnknownNameError("device", str(device), AUTO_LANES)
+    return AUTO_LANES[kind]
+
+
+def _auto(device: str, options: Mapping[str, Mapping[str, object]]) -> Transport:
+    """What starts of :data:`AUTO_LANES`; the others stay in ``left_out``."""
+    near, *networks = _lanes_for(device)
+    made, left_out = _started([near], options, options)
+    network = ""
+    for lane in networks:
+        if network:
+            left_out[lane] = f"{network!r} reaches the same peers"
+            continue
+        found, whys = _started([lane], {lane: {**_device_options(lane, device), **options.get(lane, {})}}, options)
+        made, left_out = [*made, *found], {**left_out, **whys}
+        if found and device.partition(":")[0] not in found[0].caps.devices:
+            left_out[lane] = f"it moves memory of kind {', '.join(sorted(found[0].caps.devices))}"
+            made.pop().close(0.0)
+        elif found:
+            network = lane
+    if not made:
+        raise ConfigurationError(f"transport 'auto': none starts for memory on {device!r}: {listed(left_out)}")
+    result = combined(check_lanes(made, "lanes"), left_out)
+    log.info("transport 'auto' for memory on %r: %s", device, said_name(result))
+    return result
+
+
+def _device_options(lane: str, device: str) -> dict[str, object]:
+    """What a transport needs for memory on a device, between any hosts."""
+    kind, _, index = device.partition(":")
+    return {"cuda_device": _index(device, index)} if (kind, lane) == ("cuda", "nixl") else {}
 
 
 def default_transport(device: str) -> str:
@@ -69,11 +191,12 @@ def between_processes(name: str, device: str = "cpu", **options: object) -> Tran
     Raises:
         ConfigurationError: also where it cannot move such memory.
     """
-    kind, _, index = arguments.text(device, "device").partition(":")
-    if kind == "cuda" and name == "mooncake":
-        options = {"protocol": "nvlink_intra", **options}
-    elif kind == "cuda" and name == "nixl":
-        options = {"cuda_device": _index(device, index), **options}
+    kind = arguments.text(device, "device").partition(":")[0]
+    if name == AUTO:
+        return transport(AUTO, device=device, **options)
+    if JOIN in name:
+        return on_device(transport(name, **_for_lanes(name, device, options)), device)
+    options = {**_one_host(name, device), **options}
     made = transport(name, **options)
     if kind not in made.caps.devices:
         made.close(0.0)
@@ -81,6 +204,19 @@ def between_processes(name: str, device: str = "cpu", **options: object) -> Tran
             f"transport {name!r} moves memory of kind {', '.join(sorted(made.caps.devices))}, not on {device!r}"
         )
     return made
+
+
+def _for_lanes(name: str, device: str, options: Mapping[str, object]) -> dict[str, object]:
+    given = _by_lane(lane_names(name), options)
+    every = {lane: {**_one_host(lane, device), **given.get(lane, {})} for lane in lane_names(name)}
+    return {lane: of for lane, of in every.items() if of}
+
+
+def _one_host(lane: str, device: str) -> dict[str, object]:
+    """What a transport needs for memory on a device, between processes of one host."""
+    if lane == "mooncake" and device.startswith("cuda"):
+        return {"protocol": "nvlink_intra"}
+    return _device_options(lane, device)
 
 
 def available() -> dict[str, str | None]:

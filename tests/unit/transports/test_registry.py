@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from disagg_kv.errors import ConfigurationError, MissingDependencyError, UnknownNameError
-from disagg_kv.transports import InprocTransport, ShmTransport, available, register_transport, registry, transport
+from disagg_kv.transports import (
+    InprocTransport,
+    ShmTransport,
+    available,
+    between_processes,
+    register_transport,
+    registry,
+    transport,
+)
+from disagg_kv.transports.lanes import CombinedTransport
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +101,100 @@ def test_a_host_that_lacks_something_says_what(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(MissingDependencyError, match="memfd_create"):
         transport("shm")
     assert "Linux" in str(available()["shm"])
+
+
+def not_here() -> InprocTransport:
+    """A transport whose package is missing."""
+    raise MissingDependencyError("transport 'absent'", "package absent is not installed", "pip install absent")
+
+
+def wrong(size: int = 1) -> InprocTransport:
+    """A transport that refuses how it is configured."""
+    raise ConfigurationError(f"{size} is no size")
+
+
+class Other(InprocTransport):
+    """Another name."""
+
+    name = "other"
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__()
+        self.depth = depth
+
+
+def combined_of(name: str, **options: object) -> CombinedTransport:
+    """What a name of several makes."""
+    made = transport(name, **options)
+    assert isinstance(made, CombinedTransport)
+    return made
+
+
+def test_a_name_of_several_makes_them_in_order_with_options_for_each() -> None:
+    """``between_processes`` knows such names, too."""
+    register_transport("other", Other)
+    made = combined_of("other+shm", other={"depth": 3})
+    assert [type(lane) for lane in made.lanes] == [Other, ShmTransport]
+    assert isinstance(made.lanes[0], Other)
+    assert made.lanes[0].depth == 3
+    assert made.name == between_processes("other+shm", "cpu", other={"depth": 3}).name == "other+shm"
+    with pytest.raises(ConfigurationError, match="no lane moves memory on 'cuda:0'"):
+        between_processes("other+shm", "cuda:0")
+
+
+@pytest.mark.parametrize("name", ["shm+", "+", "shm+shm", "auto+shm"])
+def test_names_of_several_that_cannot_be_are_refused(name: str) -> None:
+    """And no transport may be registered under such a name."""
+    with pytest.raises(ConfigurationError):
+        transport(name)
+    with pytest.raises(ConfigurationError, match="means several transports"):
+        register_transport(name, InprocTransport)
+
+
+def test_of_several_those_that_do_not_start_are_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning; if none starts, each is in the error. Options that are wrong are no reason to go without."""
+    register_transport("absent", not_here)
+    register_transport("wrong", wrong)
+    made = combined_of("absent+shm+wrong")
+    assert set(made.left_out) == {"absent", "wrong"}
+    assert "goes without 'absent': transport 'absent': package absent is not installed" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"none of them starts .*: absent \(.*not installed.*wrong \(1 is no"):
+        transport("absent+wrong")
+    for name, options, why in (
+        ("shm+wrong", {"wrong": {"size": 7}}, "7 is no size"),
+        ("shm+wrong", {"wrong": {"depth": 7}}, "unknown option"),
+        ("shm+wrong", {"inproc": {}}, "unknown transport with options 'inproc'"),
+        ("shm+wrong", {"wrong": 7}, "options of transport 'wrong'"),
+        ("shm+nothing", {}, "unknown transport 'nothing'"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            transport(name, **options)
+
+
+def test_auto_takes_the_lane_of_the_host_and_the_first_network_that_starts() -> None:
+    """And says why it goes without the others."""
+    register_transport("nixl", not_here)
+    register_transport("mooncake", Other)
+    made = combined_of("auto")
+    assert [lane.name for lane in made.lanes] == ["shm", "other"]
+    assert "package absent is not installed" in made.left_out["nixl"]
+    register_transport("nixl", Other)
+    both = combined_of("auto", mooncake={"depth": 9}, nixl={"depth": 5})
+    assert isinstance(both.lanes[1], Other)
+    assert both.lanes[1].depth == 5
+    assert between_processes("auto").name == "shm+other"
+    register_transport("nixl", not_here)
+    register_transport("mooncake", not_here)
+    alone = combined_of("auto")
+    assert (alone.name, set(alone.left_out)) == ("shm", {"nixl", "mooncake"})
+
+
+def test_auto_needs_something_that_moves_the_pools_memory() -> None:
+    """Without it, every lane is named; so is a device of another kind."""
+    for name in ("cuda_ipc", "nixl"):
+        register_transport(name, not_here)
+    register_transport("mooncake", Other)
+    with pytest.raises(ConfigurationError, match=r"none starts .* 'cuda:1': cuda_ipc \(.*mooncake \(it moves"):
+        transport("auto", device="cuda:1")
+    with pytest.raises(UnknownNameError, match="unknown device 'tpu'"):
+        transport("auto", device="tpu")

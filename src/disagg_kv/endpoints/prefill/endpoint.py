@@ -46,7 +46,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     Args:
         pool: the rank's cache.
         transport: writes the bytes; or a list of transports, of which each peer gets the first that reaches it. The
-            endpoint owns them from now on.
+            endpoint owns them from now on. None: ``"auto"``, what starts on this
+            host for the pool's memory; see :func:`~disagg_kv.transports.transport`.
         channel: carries the frames. The endpoint owns it from now on.
         rendezvous: where decode ranks find this one.
         instance: name of this set of ranks. A restarted instance takes a new name.
@@ -75,7 +76,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         self,
         pool: MemoryPool,
         *,
-        transport: Transport | Sequence[Transport],
+        transport: Transport | Sequence[Transport] | None = None,
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,

@@ -17,8 +17,9 @@ from ...rendezvous import Rendezvous
 from ...strategies import TransferPlanner
 from ...trace import Observer, Silent
 from ...transports import Transport
+from ...transports import transport as named_transport
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
-from ...transports.lanes import CombinedTransport
+from ...transports.registry import AUTO
 from .environment import Environment
 from .handshake import EndpointInfo, Role, check_instance
 from .incarnation import Incarnation
@@ -57,16 +58,18 @@ def _check_identity(pool: MemoryPool) -> None:
         ) from exc
 
 
-def carrier(transport: Transport | Sequence[Transport], device: str) -> Transport:
-    """The transport, or several as one: those that move memory on the pool's device.
+def carrier(transport: Transport | Sequence[Transport] | None, device: str) -> Transport:
+    """The transport, or several as one: those that move memory on the pool's device; of None, what starts here.
 
     Raises:
         ConfigurationError: no transport, or lanes that cannot be combined, or of which none moves such memory.
     """
+    if transport is None:
+        return named_transport(AUTO, device=device)
     if isinstance(transport, Sequence):
         transport = combined_or_alone(check_lanes(transport, "transport"))
     check_transport(transport, "transport")
-    return on_device(transport, device) if isinstance(transport, CombinedTransport) else transport
+    return on_device(transport, device)
 
 
 def check_carriers(channel: Channel, rendezvous: Rendezvous) -> None:
@@ -88,7 +91,7 @@ class Parts:
     def __init__(
         self,
         pool: MemoryPool,
-        transport: Transport | Sequence[Transport],
+        transport: Transport | Sequence[Transport] | None,
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,
