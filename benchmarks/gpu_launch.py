@@ -1,8 +1,8 @@
 """Where the host's time of a prepared copy goes that an engine's thread launches; prints one JSON document.
 
 Each part of a launch is timed on the thread that launches: hot, after a sleep (cold), and beside another thread that
-computes in Python. ``direct`` launches the same kernel by the driver's own call, with arguments that are packed when
-the copy is prepared, and without giving the interpreter away. Medians and 95th percentiles, in microseconds.
+computes in Python. The same parts are timed where Triton's launcher launches the kernel, which gives the interpreter
+away. Medians and 95th percentiles, in microseconds.
 
     python -m benchmarks.gpu_launch
 """
@@ -10,12 +10,12 @@ the copy is prepared, and without giving the interpreter away. Medians and 95th 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.kernels import PageMove, Pages, TritonKernels
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
+from disagg_kv.kernels.triton_entry import DriverEntry, TritonEntry
 from disagg_kv.kernels.triton_kernels import ELEMENTS
 from disagg_kv.kernels.triton_launch import behind
 from disagg_kv.memory import PagedPool
@@ -93,10 +94,11 @@ class Scene:
         return event
 
 
-def in_parts(scene: Scene, clock: Clock) -> Callable[[], None]:
+def in_parts(by_triton: bool, scene: Scene, clock: Clock) -> Callable[[], None]:
     """As :meth:`CopyLauncher._enqueue_kept` does, part by part."""
     launcher = scene.launcher
     context = launcher._context(DEVICE)
+    part = "Triton's launcher" if by_triton else "the driver's call"
 
     def launch() -> None:
         call = launcher._write(context, scene.moves, context.slots.spare)
@@ -114,9 +116,10 @@ def in_parts(scene: Scene, clock: Clock) -> Callable[[], None]:
             context.tables.of(pool, call.stream)
         clock.end("look up the pools' tables")
         on, queue = call.stream.cuda_stream, context.queue
-        constants = call.shape.aligned, call.shape.pieces, call.shape.columns
-        compiled = context.compiled[constants]
-        args = *call.counts, ELEMENTS[call.shape.element_bytes], *constants
+        entry = context.entries[call.shape.constants]
+        assert isinstance(entry, DriverEntry), "this driver does not tell a kernel's parameters"
+        chosen = TritonEntry(entry.compiled) if by_triton else entry
+        rest = ELEMENTS[call.shape.element_bytes], *call.shape.constants
         clock.end("look up the kernel, build its arguments")
         queue.__enter__()
         clock.end("push the context")
@@ -124,60 +127,14 @@ def in_parts(scene: Scene, clock: Clock) -> Callable[[], None]:
         clock.end("upload the call's table")
         behind(queue, on, after)
         clock.end("wait for the engine's event")
-        grid = call.programs, 1, 1, on, compiled.function, compiled.packed_metadata
-        compiled.run(*grid, None, None, None, *[one.data_ptr() for one in call.tables], *args)
-        clock.end("Triton's launcher")
+        chosen(queue, on, call.programs, [one.data_ptr() for one in call.tables], call.counts, rest)
+        clock.end(part)
         mark = queue.record(on)
         clock.end("record the end")
         queue.__exit__()
         clock.end("pop the context")
         context.slots.give(call.slot, mark)
         clock.end("give the slot back")
-        mark.synchronize()
-
-    return launch
-
-
-def direct(scene: Scene, clock: Clock) -> Callable[[], None]:
-    """The driver's own call, which keeps the interpreter, with arguments that were packed before."""
-    launcher = scene.launcher
-    context = launcher._context(DEVICE)
-    quick = ctypes.PyDLL("libcuda.so.1")
-    quick.cuLaunchKernel.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 7 + [ctypes.c_void_p] * 3
-
-    def launch() -> None:
-        call = launcher._write(context, scene.moves, context.slots.spare)
-        assert call is not None
-        constants = call.shape.aligned, call.shape.pieces, call.shape.columns
-        compiled = context.compiled[constants]
-        meta = compiled.metadata  # type: ignore[attr-defined]
-        with context.queue:
-            call.upload()
-        values = [
-            ctypes.c_void_p(call.slot.addr),
-            *map(ctypes.c_int32, call.counts),
-            ctypes.c_void_p(0),
-            ctypes.c_void_p(0),
-        ]
-        params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
-        call.stream.synchronize()
-        after = scene.ready()
-        queue, function, threads, shared = context.queue, compiled.function, 32 * meta.num_warps, meta.shared
-        pause()
-        clock.begin()
-        assert not torch.cuda.is_current_stream_capturing()
-        on = call.stream.cuda_stream
-        queue.__enter__()
-        clock.end("push the context")
-        behind(queue, on, after)
-        clock.end("wait for the engine's event")
-        status = quick.cuLaunchKernel(function, call.programs, 1, 1, threads, 1, 1, shared, on, params, None)
-        assert status == 0, status
-        clock.end("cuLaunchKernel")
-        mark = queue.record(on)
-        queue.__exit__()
-        clock.end("record the end, pop the context")
-        context.slots.give(call.slot, mark)
         mark.synchronize()
 
     return launch
@@ -243,7 +200,8 @@ def main() -> None:
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()
     scene, cases = Scene(), []
-    for name, make in (("whole", whole), ("in parts", in_parts), ("direct", direct)):
+    by_triton, by_driver = partial(in_parts, True), partial(in_parts, False)
+    for name, make in (("whole", whole), ("in parts", by_driver), ("in parts, by Triton's launcher", by_triton)):
         for work in ("alone", "a thread that wakes", "a computing thread"):
             for cold in (False, True):
                 pause = (lambda: time.sleep(SLEEP_S)) if cold else (lambda: None)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Sequence
 
 from ..errors import DisaggKVError
 
+_INVALID = 1
 _NOT_READY = 600
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
@@ -20,6 +22,7 @@ _ARGUMENTS = {
     "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
     "cuEventQuery": (ctypes.c_void_p,),
     "cuEventSynchronize": (ctypes.c_void_p,),
+    "cuLaunchKernel": (ctypes.c_void_p, *(ctypes.c_uint,) * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
 }
 
 _SLOW = frozenset({"cuEventSynchronize", "cuDevicePrimaryCtxRetain"})
@@ -108,6 +111,35 @@ class CudaQueue:
             mark = Mark(self, made.value or 0)
         self._call("cuEventRecord", mark.cuda_event, stream)
         return mark
+
+    def parameters(self, function: int) -> list[tuple[int, int]] | None:
+        """Offset and bytes of each parameter of a loaded kernel; None: this driver cannot say."""
+        try:
+            ask = self._quick.cuFuncGetParamInfo
+        except AttributeError:
+            return None
+        found: list[tuple[int, int]] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        while True:
+            status = ask(
+                ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
+            )
+            if status:
+                return found if status == _INVALID else None
+            found.append((offset.value, size.value))
+
+    def launch(
+        self, function: int, programs: int, threads: int, shared: int, stream: int, values: Sequence[int]
+    ) -> None:
+        """Enqueue a kernel with parameters of at most 8 bytes each; keeps the interpreter.
+
+        The driver copies the parameters during the call, each with as many bytes as the kernel takes.
+        """
+        # The first bytes of an integer of 8 bytes are the shorter integer: the hosts of these GPUs are little-endian.
+        cells = (ctypes.c_int64 * len(values))(*values)
+        first = ctypes.addressof(cells)
+        where = (ctypes.c_void_p * len(values))(*range(first, first + 8 * len(values), 8))
+        self._call("cuLaunchKernel", function, programs, 1, 1, threads, 1, 1, shared, stream, where, None)
 
     def passed(self, event: int) -> bool:
         """Whether all before an event is done."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 import triton
 import triton.language as tl
@@ -79,6 +79,11 @@ class Compiled(Protocol):
 
     function: int
     packed_metadata: tuple[int, ...]
+
+    @property
+    def metadata(self) -> Any:
+        """What the compiler says of it; the names differ between versions of Triton."""
+        ...
 
     def __getitem__(self, grid: tuple[int, int, int]) -> object:
         """Load it, if it is not loaded yet."""

@@ -14,8 +14,9 @@ from ..errors import DisaggKVError, LocalProtocolError, RegistrationError
 from ..memory import Buffer, Event, MemoryPool, parts
 from .base import Move
 from .cuda_queue import CudaQueue, Mark
+from .triton_entry import Entry, entry_of
 from .triton_interpreter import Interpreter
-from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Compiled, Tuning, check_launcher
+from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Tuning, check_launcher
 from .triton_kinds import Kind, filled, shapes
 from .triton_pool_tables import PoolTables
 from .triton_slots import ArgumentSlot, ArgumentSlots
@@ -40,7 +41,7 @@ class LaunchContext:
     """
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
-        self.compiled: dict[tuple[int, int, int], Compiled] = {}
+        self.entries: dict[tuple[int, int, int], Entry] = {}
         self.before: tuple[tuple[int, ...], Mark | None] = (), None
         """What the last launch that was :data:`FULL` waited for, and its end."""
         self.multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -163,8 +164,8 @@ class Host:
         context, programs, shape = call.context, call.programs, call.shape
         queue, on = context.queue, call.stream.cuda_stream
         constants = shape.constants
-        compiled = context.compiled.get(constants)
-        args = *call.counts, ELEMENTS[shape.element_bytes], *constants, *self._more
+        entry = context.entries.get(constants)
+        rest = ELEMENTS[shape.element_bytes], *constants, *self._more
         with queue:
             call.upload()
             awaited = behind(queue, on, after)
@@ -172,20 +173,20 @@ class Host:
             waited, before = context.before
             if full and waited == awaited:
                 behind(queue, on, before)
-            if compiled is not None and programs:
-                grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
-                compiled.run(*grid, None, None, None, *[one.data_ptr() for one in call.tables], *args)
-            if compiled is not None or not programs:
+            if entry is not None and programs:
+                entry(queue, on, programs, [one.data_ptr() for one in call.tables], call.counts, rest)
+            if entry is not None or not programs:
                 mark = queue.record(on)
                 if full:
                     context.before = awaited, mark
                 return mark
         # Torch chooses a device, and so a context, of its own.
         with COMPILING, torch.cuda.stream(call.stream):
-            launched = self._kernel[(programs,)](*call.tables, *args, num_warps=self._tuning.warps)
-        context.compiled[constants] = check_launcher(launched)
+            launched = self._kernel[(programs,)](*call.tables, *call.counts, *rest, num_warps=self._tuning.warps)
         with queue:
-            return queue.record(on)
+            mark = queue.record(on)
+            context.entries[constants] = entry_of(check_launcher(launched), queue, len(call.tables), len(call.counts))
+            return mark
 
     def _context(self, device: str) -> LaunchContext:
         with self._lock:
@@ -196,14 +197,16 @@ class Host:
     def _compile(self, context: LaunchContext, shape: Shape, *args: torch.Tensor | int) -> None:
         """Compile for a shape, unless that is done; inside ``with torch.cuda.device``."""
         constants = shape.constants
-        if constants in context.compiled:
+        if constants in context.entries:
             return
         with COMPILING:
             typed = *args, ELEMENTS[shape.element_bytes], *constants, *self._more
             compiled = self._kernel.warmup(*typed, grid=(1,), num_warps=self._tuning.warps)
             # What is not loaded yet would be at the first call, which may wait for the GPU.
             compiled[1, 1, 1]
-        context.compiled[constants] = check_launcher(compiled)
+        tables = sum(isinstance(one, torch.Tensor) for one in args)
+        with context.queue:
+            context.entries[constants] = entry_of(check_launcher(compiled), context.queue, tables, len(args) - tables)
 
 
 class Launcher(Host):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from disagg_kv.errors import DisaggKVError, MissingDependencyError
+from disagg_kv.kernels.triton_entry import DriverEntry, TritonEntry, driver_entry, entry_of
 from disagg_kv.kernels.triton_kernels import Compiled, check_launcher
 from disagg_kv.kernels.triton_launch import LaunchContext, Launcher, Written
 from disagg_kv.kernels.triton_slots import ArgumentSlot
@@ -60,12 +61,13 @@ class Context:
     def __init__(self, broken: frozenset[str], run: Callable[..., None]) -> None:
         self.queue = Queue(broken)
         self.before: tuple[tuple[int, ...], object] = (), None
-        self.compiled = {(16, 4, 4): _Kernel(run)}
+        self.entries = {(16, 4, 4): TritonEntry(cast("Compiled", _Kernel(run)))}
         self.slots = Slots()
 
 
 class _Kernel:
     function, packed_metadata = 1, (1,)
+    metadata = SimpleNamespace()
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
@@ -143,3 +145,65 @@ def test_a_launcher_of_another_shape_is_refused_by_name() -> None:
             check_launcher(cast("Compiled", _Kernel(_named(*other))))
     with pytest.raises(MissingDependencyError, match="pip install"):
         check_launcher(cast("Compiled", _Kernel(accept)))
+
+
+class _Driver:
+    """Says what it is told to of a kernel's parameters, and notes launches."""
+
+    def __init__(self, said: list[tuple[int, int]] | None) -> None:
+        self.said = said
+        self.launched: list[tuple[object, ...]] = []
+
+    def parameters(self, function: int) -> list[tuple[int, int]] | None:
+        return self.said
+
+    def launch(self, *args: object) -> None:
+        self.launched.append(args)
+
+
+PLAIN = SimpleNamespace(
+    num_warps=4, shared=64, num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
+    global_scratch_size=0, profile_scratch_size=0,
+)  # fmt: skip
+
+
+def _compiled(run: Callable[..., None], **other: object) -> Compiled:
+    kernel = _Kernel(run)
+    kernel.metadata = SimpleNamespace(**{**vars(PLAIN), **other})
+    return cast("Compiled", kernel)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_the_driver_launches_what_has_the_parameters_that_were_written(more: int) -> None:
+    """Two addresses, a count, and null for what the compiler adds, after the gap that the alignment of 8 leaves."""
+    driver = _Driver([(0, 8), (8, 8), (16, 4), (24, 8), (32, 8)][: 3 + more])
+    entry = entry_of(_compiled(refuse), driver, 2, 1)
+    assert isinstance(entry, DriverEntry)
+    entry(driver, 7, 9, [1000, 2000], [3], ("a constant",))
+    assert driver.launched == [(1, 9, 128, 64, 7, (1000, 2000, 3, *[0] * more))]
+
+
+@pytest.mark.parametrize(
+    "said", [None, [(0, 8), (8, 8)], [(0, 8), (8, 8), (16, 8)], [(0, 8), (8, 8), (16, 4), (20, 4)],
+             [(0, 8), (8, 8), (16, 4), (24, 8), (32, 8), (40, 8)], [(0, 8), (8, 8), (20, 4)]],
+)  # fmt: skip
+def test_a_kernel_of_other_parameters_goes_through_tritons_launcher(said: list[tuple[int, int]] | None) -> None:
+    """Parameters that were packed for another kernel would be read as addresses."""
+    passed: list[tuple[object, ...]] = []
+    driver = _Driver(said)
+    entry = entry_of(_compiled(lambda *args: passed.append(args)), driver, 2, 1)
+    entry(driver, 7, 9, [1000, 2000], [3], ("a constant",))
+    assert passed == [(9, 1, 1, 7, 1, (1,), None, None, None, 1000, 2000, 3, "a constant")]
+    assert not driver.launched
+
+
+@pytest.mark.parametrize("other", [{"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 64}])
+def test_a_kernel_that_wants_more_than_a_plain_launch_goes_through_tritons_launcher(other: dict[str, object]) -> None:
+    """So does one whose version of Triton does not say."""
+    parameters = [(0, 8), (8, 8), (16, 4)]
+    assert driver_entry(_compiled(accept), parameters, 2, 1) is not None
+    assert driver_entry(_compiled(accept, **other), parameters, 2, 1) is None
+    silent = _compiled(accept)
+    for name in other:
+        delattr(silent.metadata, name)
+    assert driver_entry(silent, parameters, 2, 1) is None

@@ -1,0 +1,137 @@
+"""How a compiled Triton kernel is launched: by the driver's own call, or by Triton's launcher.
+
+Triton's launcher gives the interpreter away while it calls the driver. A thread that computes in Python then keeps it
+for ``sys.getswitchinterval()``, 5 ms. So a launch beside a busy engine costs milliseconds, and the driver's own call,
+which keeps the interpreter, a tenth of one: ``benchmarks/gpu_launch.py`` measures both.
+
+The driver's call needs what the compiler made of the kernel's parameters, and nothing promises that. So the driver is
+asked where each parameter lies (``cuFuncGetParamInfo``, CUDA 12.4). Where that is not what :func:`driver_entry`
+expects, or where the kernel wants more than a plain launch gives, Triton's launcher is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from attrs import frozen
+
+from .triton_kernels import Compiled
+
+POINTER, COUNT, THREADS = 8, 4, 32
+"""Bytes of an address and of a count among a kernel's parameters; threads of a warp."""
+
+SCRATCH = ("global_scratch_size", "profile_scratch_size")
+"""Memory that Triton allocates for a launch. Kernels that need none are passed a null pointer for each."""
+
+PLAIN = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, **dict.fromkeys(SCRATCH, 0)}
+"""What Triton says of a kernel that a plain launch is enough for."""
+
+
+class Driver(Protocol):
+    """The driver's calls of one device, in its context; see :class:`.cuda_queue.CudaQueue`."""
+
+    def parameters(self, function: int) -> Sequence[tuple[int, int]] | None:
+        """Offset and bytes of each parameter of a kernel; None: this driver cannot say."""
+        ...
+
+    def launch(
+        self, function: int, programs: int, threads: int, shared: int, stream: int, values: Sequence[int]
+    ) -> None:
+        """Launch with parameters of at most 8 bytes each."""
+        ...
+
+
+class Entry(Protocol):
+    """Launches one compiled kernel."""
+
+    def __call__(
+        self, driver: Driver, stream: int, programs: int, tables: Sequence[int], counts: Sequence[int], rest: object
+    ) -> None:
+        """Launch in the current context.
+
+        Args:
+            driver: of the device.
+            stream: a ``CUstream``.
+            programs: at least 1.
+            tables: addresses, the kernel's first arguments.
+            counts: integers of 32 bits that follow them.
+            rest: the kernel's constants, a tuple.
+        """
+        ...
+
+
+@frozen
+class TritonEntry:
+    """By Triton's launcher."""
+
+    compiled: Compiled
+
+    def __call__(
+        self, driver: Driver, stream: int, programs: int, tables: Sequence[int], counts: Sequence[int], rest: object
+    ) -> None:
+        """See :class:`Entry`."""
+        assert isinstance(rest, tuple)
+        grid = programs, 1, 1, stream, self.compiled.function, self.compiled.packed_metadata
+        self.compiled.run(*grid, None, None, None, *tables, *counts, *rest)
+
+
+@frozen
+class DriverEntry:
+    """By the driver's own call.
+
+    Args:
+        compiled: the kernel, which lives as long as this.
+        threads: of a program.
+        shared: bytes of shared memory of a program.
+        more: parameters that the compiler has added; all are null.
+    """
+
+    compiled: Compiled
+    threads: int
+    shared: int
+    more: int
+
+    def __call__(
+        self, driver: Driver, stream: int, programs: int, tables: Sequence[int], counts: Sequence[int], rest: object
+    ) -> None:
+        """See :class:`Entry`."""
+        values = *tables, *counts, *(0,) * self.more
+        driver.launch(self.compiled.function, programs, self.threads, self.shared, stream, values)
+
+
+def entry_of(compiled: Compiled, driver: Driver, tables: int, counts: int) -> Entry:
+    """How to launch a loaded kernel that takes ``tables`` addresses and then ``counts`` integers."""
+    found = driver_entry(compiled, driver.parameters(compiled.function), tables, counts)
+    return TritonEntry(compiled) if found is None else found
+
+
+def driver_entry(
+    compiled: Compiled, parameters: Sequence[tuple[int, int]] | None, tables: int, counts: int
+) -> DriverEntry | None:
+    """None: the driver cannot launch it by itself.
+
+    Args:
+        compiled: the kernel.
+        parameters: offset and bytes of each of its parameters; None: not known.
+        tables: how many addresses it takes.
+        counts: how many counts follow them.
+    """
+    said = compiled.metadata
+    if parameters is None or any(getattr(said, name, None) != value for name, value in PLAIN.items()):
+        return None
+    own = [POINTER] * tables + [COUNT] * counts
+    more = len(parameters) - len(own)
+    if not 0 <= more <= len(SCRATCH) or _placed(own + [POINTER] * more) != list(parameters):
+        return None
+    return DriverEntry(compiled, THREADS * said.num_warps, said.shared, more)
+
+
+def _placed(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Offset and bytes of parameters that lie one after the other, each at a multiple of its size."""
+    placed, end = [], 0
+    for size in sizes:
+        begin = -(-end // size) * size
+        placed.append((begin, size))
+        end = begin + size
+    return placed
