@@ -10,7 +10,7 @@ from disagg_kv.errors import TransportError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
-from disagg_kv.testing import Fault, FaultyTransport
+from disagg_kv.testing import Fault, FaultyTransport, faultless
 from disagg_kv.transports import (
     EmulatedWire,
     InprocTransport,
@@ -27,12 +27,12 @@ from disagg_kv.transports import (
 
 def faultless_inproc() -> FaultyTransport:
     """No fault is planned."""
-    return FaultyTransport(InprocTransport())
+    return FaultyTransport(InprocTransport(), mappings=faultless)
 
 
 def faultless_shm() -> FaultyTransport:
     """No fault is planned."""
-    return FaultyTransport(ShmTransport())
+    return FaultyTransport(ShmTransport(), mappings=faultless)
 
 
 def emulated_shm() -> EmulatedWire:
@@ -54,7 +54,7 @@ class SlowTransport(FaultyTransport):
     """Moves one batch per poll, as hardware that takes its time; takes short batches and waits for events."""
 
     def __init__(self) -> None:
-        super().__init__(InprocTransport(), lambda number: Fault.DELAYED)
+        super().__init__(InprocTransport(), lambda number: Fault.DELAYED, faultless)
         self.caps = attrs.evolve(self.caps, late_writes=False, waits_events=True, max_batch=1000)
         self._after: dict[Ticket, Event] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import count
@@ -16,7 +17,7 @@ from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from ..transports import Home, PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
+from ..transports import Home, PeerEvent, Settled, SupportsAllocate, SupportsMapping, Transport, WriteEnded
 
 
 class Fault(Enum):
@@ -29,6 +30,21 @@ class Fault(Enum):
     DELAYED = "nothing lands and nothing is reported; on release it completes as if nothing had been"
     HUNG = "the first half of the bytes lands and nothing is ever reported; close returns the ticket"
     PEER_LOST = "an error, quiet at once; the peer is lost and every later batch to it fails"
+
+
+class MappingFault(Enum):
+    """What becomes of one call of :meth:`FaultyTransport.map`."""
+
+    REFUSED = "the system refuses the mapping; the next call may succeed"
+    PEER_LOST = "the owner of the memory ends meanwhile: the peer is lost, and every later batch and mapping fails"
+
+
+MappingPlan = Callable[[int], MappingFault | None]
+"""What becomes of the n-th call of ``map``, counted from 0; ``{1: MappingFault.REFUSED}.get`` fails half way."""
+
+
+def faultless(number: int) -> None:
+    """A plan by which nothing fails."""
 
 
 Plan = Callable[[int], Fault | None]
@@ -76,12 +92,22 @@ class FaultyTransport:
     Args:
         inner: does the work; belongs to this object from now on.
         plan: which batch fails how; by default none does.
+        mappings: which call of ``map`` fails how; :func:`faultless` lets all pass. None: nothing is mapped, and
+            :meth:`unmappable` says so, as it does where the inner transport maps nothing.
     """
 
-    def __init__(self, inner: Transport, plan: Plan = lambda number: None) -> None:
+    def __init__(
+        self,
+        inner: Transport,
+        plan: Plan = faultless,
+        mappings: MappingPlan | None = None,
+    ) -> None:
         self._inner = inner
         self._home = Home(f"this transport {inner.name!r}")
         self._plan = plan
+        self._mappings = mappings
+        self._mapped = 0
+        self._losing = threading.Lock()
         self._tickets = count(1)
         self._number = 0
         self._flying: dict[Ticket, _Flying] = {}
@@ -170,6 +196,40 @@ class FaultyTransport:
         self._number += 1
         return ticket
 
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        """See :meth:`SupportsMapping.unmappable`."""
+        if not isinstance(self._inner, SupportsMapping) or self._mappings is None:
+            return f"transport {self.name!r} does not map memory of peers"
+        if peer in self._lost or peer in self._leaving:
+            return f"{self.name}: no open peer {peer.hex()}"
+        return self._inner.unmappable(peer, regions, device)
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        """See :meth:`SupportsMapping.map`; the call's number decides what becomes of it.
+
+        What was mapped before stays mapped, whatever becomes of its owner.
+        """
+        if not isinstance(self._inner, SupportsMapping) or self._mappings is None:
+            raise RegistrationError(f"transport {self.name!r} does not map memory of peers")
+        with self._losing:
+            fault, self._mapped = self._mappings(self._mapped), self._mapped + 1
+        if fault is MappingFault.PEER_LOST:
+            self.lose(peer)
+        if peer in self._lost:
+            raise PeerLostError(f"injected: peer {peer.hex()} is lost")
+        if peer in self._leaving:
+            raise TransportError(f"no peer {peer.hex()}")
+        if fault is not None:
+            raise TransportError(f"injected: {fault.value}")
+        return self._inner.map(peer, region, device)
+
+    def lose(self, peer: Peer) -> None:
+        """The peer's process ends now: it is lost, and every later batch and mapping fails. On any thread."""
+        with self._losing:
+            if peer not in self._lost:
+                self._lost.add(peer)
+                self._events.append(PeerEvent(peer, None))
+
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
@@ -179,7 +239,8 @@ class FaultyTransport:
                 self._events.append(event)
             elif event.ticket in self._flying:
                 self._tell(event)
-        events, self._events = self._events, []
+        with self._losing:
+            events, self._events = self._events, []
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
@@ -196,9 +257,7 @@ class FaultyTransport:
             case Fault.REFUSED:
                 self._events.append(WriteEnded(ticket, error))
             case Fault.PEER_LOST:
-                if peer not in self._lost:
-                    self._lost.add(peer)
-                    self._events.append(PeerEvent(peer, None))
+                self.lose(peer)
                 self._events.append(WriteEnded(ticket, PeerLostError(f"injected: peer {peer.hex()} is lost")))
             case Fault.PARTIAL:
                 post(_first_half(writes), lambda end: (WriteEnded(ticket, error, end.quiesced),), None)

@@ -18,8 +18,8 @@ from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.memory import Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool
 from disagg_kv.protocol import Phase
-from disagg_kv.testing import FaultyTransport
-from disagg_kv.transports import InprocTransport, Transport
+from disagg_kv.testing import FaultyTransport, MappingFault, MappingPlan, faultless
+from disagg_kv.transports import InprocTransport, Transport, emulate
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
 
@@ -389,9 +389,60 @@ def test_a_transport_that_maps_nothing_is_refused_at_once() -> None:
     """Both sides name the path and the transport."""
 
     def plain() -> Transport:
-        return FaultyTransport(InprocTransport(), lambda number: None)
+        return emulate(InprocTransport(), 1e9)
 
     rig = Rig(SPEC)
     for make in (rig.prefill, rig.decode):
         with pytest.raises(ConfigurationError, match="path 'mapped' copies into mapped pages, but transport 'inproc'"):
             make(tp_shards(SPEC, 1), memory=Memory(transport=plain), strategy="mapped")
+
+
+def faulty_rig(plan: MappingPlan, strategy: str) -> tuple[Rig, Request]:
+    """A prefill rank whose transport maps with faults, and two decode ranks with a room from it."""
+    rig, memory = Rig(SPEC), Memory(transport=lambda: FaultyTransport(InprocTransport(), mappings=plan))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=strategy, kernels=DeviceKernels())
+    decodes = rig.decode(tp_shards(SPEC, 2), strategy="auto")
+    return rig, rig.request("room", prefills, decodes, 9)
+
+
+def test_a_mapping_that_fails_half_way_leaves_other_paths() -> None:
+    """The second decode rank cannot be mapped; both get their bytes, and a wanted path says why it cannot."""
+    why = f"injected: {MappingFault.REFUSED.value}"
+    rig, request = faulty_rig({1: MappingFault.REFUSED}.get, "staged")
+    request.start(9).landed()
+    rig.quiet()
+    rig, request = faulty_rig({1: MappingFault.REFUSED}.get, "mapped")
+    request.start(9).failed()
+    assert why in str(request.sends[0].error)
+    rig.quiet()
+
+
+def test_the_owner_of_mapped_memory_goes_away_while_a_copy_runs() -> None:
+    """The room fails; its pages here are released once the copy has ended, whatever became of the owner."""
+    rig, request = faulty_rig(faultless, "mapped")
+    request.start(9)
+    kernels = kernels_of(request)
+    rig.until(lambda: bool(kernels.queued), "a launch")
+    transport, send = request.prefills[0].transport, request.sends[0]
+    assert isinstance(transport, FaultyTransport)
+    transport.lose(transport.peer_of(request.decodes[0].transport.local_descriptor()))
+    rig.until(lambda: send.phase is Phase.FAILED, "the loss")
+    assert not send.released
+    for copy in kernels.queued:
+        copy.happened = True
+    rig.until(lambda: send.released, "the end of the copy")
+
+
+def test_an_owner_that_ends_while_it_is_mapped_is_lost() -> None:
+    """No copy is launched."""
+    rig, request = faulty_rig({0: MappingFault.PEER_LOST}.get, "mapped")
+    request.start(9)
+    rig.until(lambda: request.sends[0].phase is Phase.FAILED, "the loss", turns=20_000)
+    assert not kernels_of(request).queued
+
+
+def kernels_of(request: Request) -> DeviceKernels:
+    """Those of the prefill rank."""
+    kernels = request.prefills[0].endpoint._transfers._kernels
+    assert isinstance(kernels, DeviceKernels)
+    return kernels

@@ -8,11 +8,12 @@ import pytest
 
 from disagg_kv.errors import PeerLostError, RegistrationError, TransportError
 from disagg_kv.ids import Ticket
+from disagg_kv.memory import Buffer
 from disagg_kv.planning import Writes
-from disagg_kv.testing import Fault, FaultyTransport, seeded
+from disagg_kv.testing import Fault, FaultyTransport, MappingFault, MappingPlan, faultless, seeded
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, ShmTransport, Transport, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerEvent, Settled, ShmTransport, Transport, WriteEnded, emulate
 
 N = 1000
 
@@ -228,3 +229,68 @@ class _Never:
 
     def synchronize(self) -> None:
         raise AssertionError("nobody may wait for this")
+
+
+class Mapped:
+    """A faulty source that maps, by a plan, a target that it is connected to."""
+
+    def __init__(self, plan: MappingPlan | None, inner: Callable[[], Transport] = InprocTransport) -> None:
+        self.faulty = FaultyTransport(inner(), mappings=plan)
+        self.pair = Pair(End(lambda: self.faulty, HostMemory()), End(inner, HostMemory()), N, 5.0)
+
+    def map(self) -> Buffer:
+        """The target's region."""
+        return self.faulty.map(self.pair.peer, self.pair.remote, "cpu")
+
+    def refusal(self) -> str | None:
+        """Why it cannot be mapped."""
+        return self.faulty.unmappable(self.pair.peer, [self.pair.remote], "cpu")
+
+
+@pytest.mark.parametrize("inner", [InprocTransport, ShmTransport])
+def test_a_mapping_that_is_refused_may_succeed_the_next_time(inner: Callable[[], Transport]) -> None:
+    """It is found out only by the call, and what was mapped before stays."""
+    mapped = Mapped({1: MappingFault.REFUSED}.get, inner)
+    before = mapped.map()
+    assert mapped.refusal() is None
+    with pytest.raises(TransportError, match="injected: the system refuses"):
+        mapped.map()
+    assert mapped.map() == before
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_owner_that_ends_is_lost_and_its_memory_stays_mapped(later: bool) -> None:
+    """Once; it is not mapped again, and every batch to it fails."""
+    mapped = Mapped({1: MappingFault.PEER_LOST}.get)
+    buffer, pair = mapped.map(), mapped.pair
+    if later:
+        mapped.faulty.lose(pair.peer)
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="is lost"):
+            mapped.map()
+    assert "no open peer" in (mapped.refusal() or "")
+    assert [event for event in pair.source.events() if isinstance(event, PeerEvent)] == [PeerEvent(pair.peer, None)]
+    HostMemory().write(buffer, pair.data)
+    assert pair.target.read(pair.remote).tobytes() == pair.data.tobytes()
+    pair.submit((0, 0, 9))
+    (ended,) = [event for event in pair.source.events() if isinstance(event, WriteEnded)]
+    assert isinstance(ended.error, PeerLostError)
+
+
+def test_nothing_is_mapped_where_that_was_not_asked_for_or_the_inner_transport_maps_nothing() -> None:
+    """The reason says it before, and the error afterwards."""
+    for mapped in (Mapped(None), Mapped(faultless, lambda: emulate(InprocTransport(), 1e9))):
+        assert "does not map memory of peers" in (mapped.refusal() or "")
+        with pytest.raises(RegistrationError, match="does not map memory of peers"):
+            mapped.map()
+
+
+def test_a_peer_that_is_disconnected_is_not_mapped() -> None:
+    """Also while something is held for it."""
+    mapped = Mapped(faultless)
+    mapped.faulty._plan = {0: Fault.DELAYED}.get
+    mapped.pair.submit((0, 0, 9))
+    mapped.faulty.disconnect(mapped.pair.peer)
+    assert "no open peer" in (mapped.refusal() or "")
+    with pytest.raises(TransportError, match="no peer"):
+        mapped.map()
