@@ -15,6 +15,7 @@ import json
 import statistics
 from collections.abc import Iterator
 
+import torch
 from attrs import asdict, evolve
 
 from disagg_kv.bench import TransferShape, run_transfer
@@ -39,6 +40,16 @@ def rows(shape: TransferShape, wires: list[float], turns: int) -> Iterator[dict[
         yield {"wire_GB_per_s": wire, "bytes": sent, "ms": ms, "ratio": round(ms[INTO] / ms["bfloat16"], 3)}
 
 
+def on_gpu(device: str) -> dict[str, str]:
+    """The GPU of a measurement on one."""
+    if device == "cpu":
+        return {}
+    from .gpu_kernels import _said  # imports triton
+
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver}
+
+
 def main() -> None:
     """Every wire."""
     parser = argparse.ArgumentParser(description="a conversion on the way, through an emulated wire")
@@ -48,6 +59,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()
     shape = TransferShape(
         transport="shm" if given.device == "cpu" else "cuda_ipc",
