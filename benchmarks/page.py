@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.convert_tables import converted
 from benchmarks.engine_tables import sglang, vllm
 from benchmarks.fleet_tables import fleet, links, scale
 from benchmarks.mapped_tables import gpu_busy, gpu_mapped, gpu_proof
@@ -533,6 +534,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer_again.json": gpu_transfer,
     "h200_transfer_two.json": gpu_transfer,
     "h200_transfer.json, two paths": gpu_paths,
+    "h100_convert.json": converted,
     "h100_mapped.json": gpu_mapped,
     "h100_mapped_proof.json": gpu_proof,
     "h100_busy.json": gpu_busy,
