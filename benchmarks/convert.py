@@ -5,7 +5,7 @@ Prints one JSON document. Both are whole transfers by ``staged``, in turns; the 
 slower than the kernels halves the time, as half the bytes cross.
 
     python -m benchmarks.convert --wire 0.25 1 > benchmarks/results/cpu_convert.json
-    python -m benchmarks.convert --device cuda --wire 50 > benchmarks/results/h200_convert.json
+    python -m benchmarks.convert --device cuda --tokens 4096 --wire 50 > benchmarks/results/h100_convert.json
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,7 @@ from attrs import asdict, evolve
 
 from disagg_kv.bench import TransferShape, run_transfer
 from disagg_kv.bench.machine import Machine
+from disagg_kv.kernels import kernels_for
 
 INTO = "float8_e4m3fn"
 
@@ -75,8 +77,11 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "command": "python -m benchmarks.convert",
+                "command": " ".join(["python -m benchmarks.convert", *sys.argv[1:]]),
                 "machine": asdict(Machine.here()),
+                "kernels": kernels_for(given.device).name,
+                **on_gpu(given.device),
+                **({"commit": given.commit} if given.commit else {}),
                 "shape": {"tokens": given.tokens, "layers": given.layers, "heads": 8, "head_dim": 128, "tp": "1->1"},
                 "rows": found,
             },
