@@ -175,7 +175,9 @@ class Setup:
     """One endpoint.
 
     Args:
-        role: which side; also the name of its instance.
+        role: which side.
+        instance: its instance; empty: named like the role.
+        apart: its process has process ids of its own.
         rank, ranks: which of how many.
         host: where.
         store: the host whose first decode rank keeps the store.
@@ -199,6 +201,13 @@ class Setup:
     slot_bytes: int = 1 << 20
     tokens: int = 2048
     clock_s: int = 0
+    instance: str = ""
+    apart: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of the instance."""
+        return self.instance or self.role
 
 
 @frozen
@@ -247,12 +256,12 @@ class _Member:
         self._receiver: DecodeEndpoint | None = None
         if setup.role == "prefill":
             self._sender = PrefillEndpoint(
-                self._pool, transport=carrier, channel=channel, rendezvous=found, instance=setup.role,
+                self._pool, transport=carrier, channel=channel, rendezvous=found, instance=setup.name,
                 rank=setup.rank, shards=shards, strategy="staged", slot_bytes=setup.slot_bytes, options=setup.times,
             )  # fmt: skip
         else:
             self._receiver = DecodeEndpoint(
-                self._pool, transport=carrier, channel=channel, rendezvous=found, instance=setup.role,
+                self._pool, transport=carrier, channel=channel, rendezvous=found, instance=setup.name,
                 rank=setup.rank, shards=shards, strategy="staged", ring_bytes=setup.ring_bytes, options=setup.times,
             )  # fmt: skip
 
@@ -279,10 +288,10 @@ class _Member:
         delivery.send_chunk(tokens, [table])
         delivery.finish(tokens)
 
-    def expect(self, room: bytes, tokens: int) -> None:
-        """Decode: a room of the other host's."""
+    def expect(self, room: bytes, tokens: int, source: str = "prefill") -> None:
+        """Decode: a room of a prefill instance."""
         assert self._receiver is not None
-        reception = self._rooms[room] = self._receiver.open(RoomId(room), Source("prefill"))
+        reception = self._rooms[room] = self._receiver.open(RoomId(room), Source(source))
         reception.expect(Expectation(tokens, [self._take(room, tokens)]))
 
     def look(self, room: bytes) -> Look:
@@ -300,6 +309,13 @@ class _Member:
         for room, tokens in rooms.items():
             self._fill(want, room, tokens)
         return sum(int((self._pool.view(plane) != pages).sum()) for plane, pages in enumerate(want))
+
+    def lanes(self) -> Mapping[str, str]:
+        """The lane to each peer that is there, by its instance, and those that carried rooms of prefill."""
+        end = self._sender or self._receiver
+        assert end is not None
+        carried = {f"room {room.decode()}": handle.report.lane for room, handle in self._rooms.items()}
+        return {peer.instance: peer.lane for peer in end.peers() if peer.state != "lost"} | carried
 
     def open_rooms(self) -> int:
         """Rooms that are not forgotten."""
@@ -372,7 +388,7 @@ class Node:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with theirs:
             self._process = subprocess.Popen(
-                [*setup.host.launch, *apart(setup.clock_s), *command],
+                [*setup.host.launch, *(apart(setup.clock_s) if setup.apart else ()), *command],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **UCX, "PYTHONPATH": path},
                 pass_fds=[fd],
@@ -381,6 +397,8 @@ class Node:
 
     @overload
     def ask(self, name: Literal["look"], *args: object) -> Look: ...
+    @overload
+    def ask(self, name: Literal["lanes"]) -> Mapping[str, str]: ...
     @overload
     def ask(self, name: Literal["close"]) -> Sequence[str]: ...
     @overload

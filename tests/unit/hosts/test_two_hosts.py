@@ -81,6 +81,31 @@ def test_requests_cross_the_cable_byte_for_byte(hosts: tuple[Host, Host], transp
 
 
 @needs_nixl
+def test_one_decode_rank_takes_shared_memory_here_and_the_network_there(hosts: tuple[Host, Host]) -> None:
+    """Both prefill ranks have both lanes. The end of the far one leaves the near one as it is."""
+    a, b = hosts
+    here = Setup("decode", 0, 1, b, b, "shm+nixl", times=QUICK, apart=False)
+    near = evolve(here, role="prefill", instance="near")
+    far = Setup("prefill", 0, 1, a, b, "shm+nixl", times=QUICK, instance="far")
+    with endpoints(here, near, far) as (decode, *prefill):
+        for node, room in zip(prefill, (b"one", b"two"), strict=True):
+            decode.ask("expect", room, 500, node.setup.instance)
+            node.ask("send", room, 500)
+            assert node.until(room, lambda look: look.released).phase == "DONE"
+            assert decode.until(room, lambda look: look.released).phase == "DONE"
+        lanes = decode.ask("lanes")
+        assert (lanes["near"], lanes["far"]) == ("shm", "nixl")
+        assert [node.ask("lanes")["decode"] for node in prefill] == ["shm", "nixl"]
+        assert prefill[0].ask("lanes")["room one"] == "shm"
+        assert prefill[1].ask("lanes")["room two"] == "nixl"
+        prefill[1].kill()
+        decode.ask("expect", b"three", 500, "near")
+        prefill[0].ask("send", b"three", 500)
+        assert decode.until(b"three", lambda look: look.released).phase == "DONE"
+        assert decode.ask("wrong", {b"one": 500, b"two": 500, b"three": 500}) == 0
+
+
+@needs_nixl
 def test_clocks_that_differ_change_nothing(hosts: tuple[Host, Host]) -> None:
     """Decode's host was booted a month before prefill's: no deadline or silence is measured with another's clock."""
     decode, prefill = setups(hosts, "nixl", 1, QUICK)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import partial
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from ...errors import PeerLostError, RegistrationError, TransportError
 from ...ids import Peer, RegionId, Ticket
 from ...memory import U8, Buffer, Event, bytes_of
 from ...planning import Writes
 from ...staging import Lease
-from ...transports import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
+from ...transports import Capabilities, Lane, LinkCost, PeerEvent, Settled, WriteEnded
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
@@ -23,6 +24,10 @@ MODES = (
     FaultClass.REFUSED, FaultClass.PARTIAL, FaultClass.UNACKNOWLEDGED, FaultClass.LATE, FaultClass.HUNG,
     FaultClass.QUARANTINE,
 )  # fmt: skip
+
+
+UNLIKE = 0.4
+"""Share of such worlds in which half of an endpoint's peers have a lane that maps nothing."""
 
 
 @define(eq=False)
@@ -150,8 +155,23 @@ class SimTransport:
         if self._world.outside.happens(FaultClass.STUCK, 0.5):
             raise RuntimeError("sim: the peer could not be disconnected")
 
+    def lane(self, peer: Peer) -> Lane:
+        """In some worlds half of the peers have another lane."""
+        if peer not in self._peers:
+            raise TransportError(f"sim: no peer {peer.hex()}")
+        if not self._is_far(peer):
+            return Lane(self.name, self.caps, "the first lane")
+        caps = evolve(self.caps, waits_events=not self.caps.waits_events, bytes_per_s=1e9)
+        return Lane("far", caps, "not sim: it is far")
+
+    def _is_far(self, peer: Peer) -> bool:
+        return self.dma.unlike and bool((self.node.index + self._peers[peer].node.index) % 2)
+
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
-        """In some worlds nothing is mapped."""
+        """In some worlds nothing is mapped, and in some nothing of half of the peers."""
+        if self._is_far(peer):
+            self._world.mark("lanes:one that does not map")
+            return "lane 'far' does not map memory of peers"
         return None if self._world.scenario.maps else "sim: nothing is mapped in this world"
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
@@ -179,7 +199,7 @@ class SimTransport:
         """Post a batch; the engine decides when and how it lands."""
         if peer not in self._peers:
             raise TransportError(f"sim: no peer {peer.hex()}")
-        if notify is not None or (after is not None and not self.caps.waits_events):
+        if notify is not None or (after is not None and not self.lane(peer).caps.waits_events):
             raise TransportError("sim does not notify, and in this world it waits for no events")
         there = self._peers[peer]
         ours, theirs = self.regions, there.regions
@@ -267,6 +287,9 @@ class Dma:
         self.live: dict[Op, None] = {}
         self.transports: dict[Peer, SimTransport] = {}
         self._hung: list[Op] = []
+        # Peers of one endpoint have different lanes, where no prefill rank insists on a path that only one of them has.
+        insists = any(path.startswith("mapped") for path in world.scenario.prefill_paths)
+        self.unlike = not insists and random.Random(f"lanes {world.scenario.seed}").random() < UNLIKE
         self._odd = any(mode in world.scenario.faults for mode in MODES)
 
     # Beginning.
