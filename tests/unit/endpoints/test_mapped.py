@@ -397,6 +397,30 @@ def test_a_transport_that_maps_nothing_is_refused_at_once() -> None:
             make(tp_shards(SPEC, 1), memory=Memory(transport=plain), strategy="mapped")
 
 
+@pytest.mark.parametrize("ends", ["withdraw", "abort"])
+def test_rows_that_are_taken_away_before_a_step_saw_them_are_not_copied(ends: str) -> None:
+    """The engine hands rows over, and takes them away or gives up, between two steps of the endpoint."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=DeviceKernels())
+    request = rig.request("room", prefills, rig.decode(tp_shards(SPEC, 1), strategy="mapped"), 9)
+    request.open_decode().expect(9).open_prefill()
+    rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")
+    request.send(9)
+    if ends == "abort":
+        request.sends[0].abort("enough")
+        request.failed()
+    else:
+        gone = request.sends[0].withdraw()
+        rig.until(gone.query, "the withdrawal")
+    assert not kernels_of(request).queued
+    assert not prefills[0].observer.counters["errors.unforeseen"]
+    if ends == "withdraw":
+        request.send(9).finish()
+        launched(rig, kernels_of(request)).run()
+        request.landed()
+    rig.quiet()
+
+
 def faulty_rig(plan: MappingPlan, strategy: str) -> tuple[Rig, Request]:
     """A prefill rank whose transport maps with faults, and two decode ranks with a room from it."""
     rig, memory = Rig(SPEC), Memory(transport=lambda: FaultyTransport(InprocTransport(), mappings=plan))
