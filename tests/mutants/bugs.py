@@ -16,6 +16,7 @@ ARMED = "endpoints.prefill.armed:"
 PREFILL = "endpoints.prefill.rooms:PrefillSide."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
+BELLS = "endpoints.decode.bells:"
 SCATTER = "endpoints.decode.scatter:ScatterQueue."
 DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
@@ -31,9 +32,9 @@ BUGS: Sequence[Mutant] = (
     Mutant("a lost frame is never sent again",
            "protocol.repeater:Repeater.tick", "out.append(due.send)", "pass"),
     Mutant("arrivals are counted, not writers",
-           RECEIVE + "_on_chunk_ready", "if w.rank in part.arrived:\n        return",
+           RECEIVE + "_on_chunk_ready", "if w.rank not in part.arrived:\n        self._land(",
            "if w.rank in part.arrived:\n        part.staged |= set(part.writers) - part.arrived\n"
-           "        part.arrived |= set(part.writers)"),
+           "        part.arrived |= set(part.writers)\n    self._land("),
     Mutant("a late staging request gets a lease again",
            RECEIVE + "_part", "self.inbound.has_placed(segment)", "False"),
     Mutant("a segment is sent again to a destination that has it",
@@ -88,6 +89,18 @@ BUGS: Sequence[Mutant] = (
            MOVER + "_direct", "after = spec.after if self._posts_wait else None", "after = None"),
     Mutant("a copy into mapped pages is announced before it has ended",
            COPIES + "_launched", "if what.event is None:", "if True:"),
+    Mutant("a bell rings before the bytes are there",
+           PREFILL + "_apply", "self.transfers.add(room, effect)",
+           "self.transfers.add(room, effect)\n"
+           "                bell = room.machine.flows[effect.to].bell(effect.segment)\n"
+           "                if bell is not None:\n"
+           "                    self._ring(room, bell)"),
+    Mutant("the value of a bell is not compared",
+           BELLS + "BellWatch._listen", "line.slot, line.value)", "line.slot, self._words[line.slot * 8] or -1)"),
+    Mutant("one bell counts for every writer of its segment",
+           BELLS + "BellWatch._hear", "part.arrived.add(line.rank)", "part.arrived.update(part.writers)"),
+    Mutant("bells revive a room that has failed",
+           "endpoints.decode.room_bells:RoomBells.follow", "self._drop(room)", "room.watch.offer()"),
     Mutant("a copy into mapped pages does not wait for its rows",
            MOVER + "_begin_moves", "spec.after))", "None))"),
     Mutant("a copy whose event fails counts as quiet",
@@ -116,7 +129,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("what was prepared in vain is not given back",
            LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",
-           RECEIVE + "_check_placed", "if not complete or self.inbound.scattering:",
+           RECEIVE + "_check_placed", "if not (complete or covered) or self.inbound.scattering:",
            "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.PLACED\n"
            "        self._out.append(CastVote(True, ''))\n    if True:"),
     Mutant("a room is judged when all are done, although notices are missing",
@@ -137,7 +150,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("an end is evidence before the last writes have landed",
            "endpoints.runtime.process_monitor:ProcessMonitor.drained", "self._clock() - at >= drain_s", "True"),
     Mutant("a repeated Done of an ended room is not answered",
-           DECODE + "_answer_ended", "loop.send(Send(epoch, Complete(**head)))", "pass"),
+           "endpoints.decode.ended:answer_ended", "loop.send(Send(epoch, Complete(**head)))", "pass"),
     Mutant("what is due for a room is forgotten when its time is moved",
            "protocol.timers:Timers.schedule", "heappush(self._heap, (when, self._number, key))",
            "known is None and heappush(self._heap, (when, self._number, key))"),

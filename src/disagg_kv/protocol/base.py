@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .frames import MAX_AUX, MAX_TABLE, Frame, WirePace, WireTable
+from .frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WirePace, WireTable
 from .verify import Verify
 
 
@@ -66,6 +66,8 @@ class Options:
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
         linger_s: on wires of 50 GB/s and more an endpoint with open rooms polls every 50 us for this time after an
             event, before it sleeps. A longer time gives faster answers for more of a core.
+        bells: blocks of slots on a decode rank's board of bells: as many pairs of a room and a prefill rank on its host
+            announce segments by bells at a time. 0: frames alone announce them.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself, or else of one that no room depends on; if there is none, it is refused by name.
         link_bytes: bytes of memory for the connections to peers. Above it, the connections that were not used for the
@@ -91,6 +93,7 @@ class Options:
     table_part: int = MAX_TABLE
     request_pages: int = 1 << 22
     linger_s: float = 0.002
+    bells: int = 512
     peers: int = 16_384
     link_bytes: int = 128 << 20
     link_descriptors: int | None = None
@@ -100,7 +103,9 @@ class Options:
             name, value = f"option {one.name}", getattr(self, one.name)
             if value is None and one.default is None:
                 continue
-            known = arguments.seconds(value, name) if one.name.endswith("_s") else arguments.count(value, name, least=1)
+            least = 0 if one.name == "bells" else 1
+            is_time = one.name.endswith("_s")
+            known = arguments.seconds(value, name) if is_time else arguments.count(value, name, least=least)
             object.__setattr__(self, one.name, known)
         if self.aux_part > MAX_AUX:
             raise ConfigurationError(f"option aux_part: {self.aux_part} bytes in one frame; at most {MAX_AUX}")
@@ -174,11 +179,15 @@ class Awaited:
 
 @frozen
 class Introduced:
-    """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was."""
+    """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
+
+    ``bells``: by rank, the slots in which it may announce segments; empty: frames alone announce them.
+    """
 
     writers: tuple[Epoch, ...]
     intake: Intake
     pace: WirePace | None = None
+    bells: tuple[WireBells, ...] = ()
 
 
 @frozen
@@ -202,6 +211,14 @@ class Scattered:
 
     segment: Segment
     error: Exception | None = None
+
+
+@frozen
+class Rang:
+    """A writer's bell of a segment was seen: its part has landed in our pages. A ``ChunkReady`` by another way."""
+
+    peer: Epoch
+    segment: Segment
 
 
 @frozen
@@ -298,6 +315,16 @@ class Send:
 
 
 @frozen
+class Ring:
+    """Ring the bell of a segment that has landed: store ``value`` in a slot of the peer's board."""
+
+    to: Epoch
+    slot: int
+    value: int
+    segment: Segment
+
+
+@frozen
 class Reserve:
     """Ask the ring for a segment's lease on behalf of a peer (again: ``ready`` may have become true)."""
 
@@ -371,7 +398,7 @@ class Granted:
     transfer: Transfer
 
 
-Effect = Send | Reserve | Free | Quarantine | Prepare | Scatter | Store | CastVote | Transfer | Granted
+Effect = Send | Ring | Reserve | Free | Quarantine | Prepare | Scatter | Store | CastVote | Transfer | Granted
 
 
 class RoomKey(NamedTuple):

@@ -24,6 +24,7 @@ from .base import (
     Offered,
     Options,
     Quiet,
+    Ring,
     Send,
     Tick,
     Transfer,
@@ -49,6 +50,7 @@ from .frames import (
     Return,
     Returned,
     StagingRequest,
+    WireBells,
     WirePace,
     words,
 )
@@ -82,6 +84,7 @@ class FlowPlan:
         path: its name.
         groups: how the layers of some rows are grouped; None: all together.
         pace: how fast we are, once all is sent.
+        bells: where its segments may be announced before their frames; None: nowhere.
     """
 
     rank: Rank
@@ -93,6 +96,7 @@ class FlowPlan:
     path: str = "staged"
     groups: Grouping | None = None
     pace: Callable[[], WirePace | None] = lambda: None
+    bells: WireBells | None = None
 
 
 class Flow(Machine[Sending]):
@@ -123,6 +127,7 @@ class Flow(Machine[Sending]):
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
         self._aux = Parts(options.aux_part)
+        self._bells: dict[Segment, int] = {}
         self._stated = False
         self._lost = False
 
@@ -200,6 +205,17 @@ class Flow(Machine[Sending]):
     def busy(self) -> bool:
         """True while a gather or a write of this flow may still read or write, or is armed."""
         return bool(self._unquiet)
+
+    def bell(self, segment: Segment) -> Ring | None:
+        """The bell of a segment, always the same one; None: it has none.
+
+        It may be rung once all bytes of our part are in the peer's pages, and as often as one likes.
+        """
+        if self.plan is None or self.plan.bells is None or not self.plan.exposed or segment.state:
+            return None
+        slot, count, value = self.plan.bells
+        number = self._bells.setdefault(segment, len(self._bells))
+        return Ring(self.peer, slot + number, value + number, segment) if number < count else None
 
     # Moving.
 
@@ -291,6 +307,9 @@ class Flow(Machine[Sending]):
         part = self.outbound[event.segment]
         self.outbound.move(part, SegmentStep.ANNOUNCED)
         lease = None if part.grant is None else part.grant.lease
+        bell = None if event.sums is not None else self.bell(event.segment)
+        if bell is not None:
+            self._out.append(bell)
         notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
         self._check_finished()

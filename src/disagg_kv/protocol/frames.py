@@ -52,6 +52,8 @@ RoomBytes = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Tag = Annotated[bytes, Meta(max_length=256)]
+Bells = Annotated[bytes, Meta(max_length=1024)]
+"""Where decode's board of bells is, as its transport says it; empty: it has none."""
 LayerSums = Annotated[bytes, Meta(max_length=1 << 19)]
 """A checksum of eight bytes for every layer of a segment."""
 
@@ -59,6 +61,9 @@ WirePace = tuple[
     Annotated[float, Meta(gt=0, le=1e9)], Annotated[float, Meta(ge=1, le=1e18)], Annotated[float, Meta(ge=0, le=1e9)]
 ]
 """A :class:`~disagg_kv.planning.Pace`: seconds per layer and token, bytes per second, seconds per group."""
+
+WireBells = tuple[U, Count, U]
+"""The first of consecutive slots of the receiver's board of bells, how many they are, and the value of the first."""
 
 Box = tuple[U, U, U, U, bool]
 """A segment: start, stop, first, last, state."""
@@ -171,6 +176,7 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     descriptor: Annotated[bytes, Meta(max_length=MAX_DESCRIPTOR)]
     paths: Annotated[tuple[tuple[Name, U], ...], Few]
     conversions: Annotated[tuple[Name, ...], Few]
+    bells: Bells = b""
     slot_bytes: U
     ring_region: Region
     ring_bytes: U
@@ -207,7 +213,8 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
     ``tables`` are there exactly when pages are exposed, whole or to come in ``TablePart``; ``paths`` are those that
     decode allows; ``verify`` says how much it wants compared. ``pace`` is the last one that a prefill rank sent: all of
-    them choose layer groups by it.
+    them choose layer groups by it. ``bells`` are slots in which the receiver may announce its segments before its
+    frames do; see :mod:`disagg_kv.transports.bells`.
     """
 
     start: U
@@ -217,6 +224,7 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     tag: Tag
     verify: Verify = "off"
     pace: WirePace | None = None
+    bells: WireBells | None = None
 
 
 class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):

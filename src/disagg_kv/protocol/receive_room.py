@@ -9,7 +9,8 @@ I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair
   segment share one lease; each has its own range of it. When the last part has arrived, the lease is scattered. A
   segment on exposed pages has no lease, and is scattered only where it is compared.
 * ``PLACED``: every writer is done, all that it announced has arrived, and the placed rows are exactly those awaited.
-  This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against.
+  This rank votes for success. A room with bells waits for no ``Done``: decode's engine may have seen from the bells
+  that all rows are in its pages. It cannot fail alone any more: a doubt becomes a vote against.
 * ``CLOSED``: every lease is free. The ranks have decided success, or the room failed and no abort is pending.
 * ``DRAINING``: the room has failed, and its memory is not free yet. :mod:`.draining` holds that half, and the rule by
   which every lease comes back, also in a room that succeeds.
@@ -47,6 +48,7 @@ from .base import (
     Options,
     Phase,
     Prepare,
+    Rang,
     Reserve,
     Scatter,
     Scattered,
@@ -76,6 +78,7 @@ from .frames import (
     StagingRequest,
     TablePart,
     TablesTaken,
+    WireBells,
     WirePace,
 )
 from .inbound import InboundSegment
@@ -110,6 +113,7 @@ class ReceiveRoom(DrainingRoom):
         self._awaited: Awaited | None = None
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
+        self._bells: tuple[WireBells, ...] = ()
         self._stop: int | None = None
 
     def handle(self, event: object, now: float) -> list[Effect]:
@@ -134,6 +138,12 @@ class ReceiveRoom(DrainingRoom):
             return Phase.DONE
         return Phase.MOVING if self._claim_by == inf else Phase.WAITING
 
+    @property
+    def listens(self) -> Intake | None:
+        """What has to land, once bells alone can show that it has: every writer has opened the room; else None."""
+        moving = self.state is Receiving.MOVING and self._claim_by == inf
+        return self._intake if moving and self._bells else None
+
     def next_at(self) -> float | None:
         """When a Tick is due."""
         soonest = self._repeat.next_at()
@@ -152,6 +162,7 @@ class ReceiveRoom(DrainingRoom):
     def _on_introduced(self, event: Introduced) -> None:
         self._intake = event.intake
         self._pace = event.pace
+        self._bells = event.bells
         self._introduce(event)
         self._begin()
 
@@ -169,6 +180,8 @@ class ReceiveRoom(DrainingRoom):
             for w in self._writers.values():
                 w.tables = Parts(self._options.table_part)
                 w.tables.put(data)
+        if not self._exposed or a.stop is None or a.aux_bytes or a.verify != "off":
+            self._bells = ()
         for w in self._writers.values():
             self._expect(w, a)
 
@@ -182,6 +195,7 @@ class ReceiveRoom(DrainingRoom):
             tag=self.tag,
             verify=a.verify,
             pace=self._pace,
+            bells=self._bells[w.rank] if self._bells else None,
         )
         self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 
@@ -315,15 +329,25 @@ class ReceiveRoom(DrainingRoom):
             self._refuse(w, f"sent {problem} of {segment}")
             return
         self._send_landed(w, segment)
-        if w.rank in part.arrived:
-            return
+        if w.rank not in part.arrived:
+            self._land(w, segment, part, event)
+
+    def _on_rang(self, event: Rang) -> None:
+        """As for ``ChunkReady`` of exposed pages. Nothing is answered, because that frame follows."""
+        w = self._writers[event.peer]
+        part = self._part(w, segment_to_wire(event.segment))
+        if part is not None and w.rank not in part.arrived:
+            self._land(w, event.segment, part, None)
+
+    def _land(self, w: Writer, segment: Segment, part: InboundSegment, notice: ChunkReady | None) -> None:
+        """A writer's part of a segment is there; ``notice`` None: its bell said so."""
         self._arrive(part, w)
         if problem := w.problem:
             self._refuse(w, problem)
             return
-        if event.sums is not None:
-            part.sums[w.rank] = event.sums
-        if event.lease is not None:
+        if notice is not None and notice.sums is not None:
+            part.sums[w.rank] = notice.sums
+        if notice is not None and notice.lease is not None:
             part.staged.add(w.rank)
         if len(part.arrived) < len(part.writers):
             self._check_placed()
@@ -375,10 +399,13 @@ class ReceiveRoom(DrainingRoom):
         assert self._awaited is not None
         assert self._intake is not None
         complete = all(w.complete for w in self._writers.values())
-        if not complete or self.inbound.scattering:
+        covered = not complete and self.listens is not None and not any(self.inbound)
+        if not (complete or covered) or self.inbound.scattering:
             return
         assert self._stop is not None
         missing = self.inbound.missing(self._intake, RowRange(self._awaited.start, self._stop))
+        if missing and not complete:
+            return
         if missing:
             what = f"{'states of ' if missing[0].state else ''}layers {missing[0].layers}"
             reason = f"{self._name()}: prefill is done, but {what} are not complete"

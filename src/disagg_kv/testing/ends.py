@@ -19,7 +19,8 @@ from ..errors import DisaggKVError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8, Buffer, bytes_of
 from ..planning import Writes
-from ..transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
+from ..transports import PeerEvent, Settled, SupportsAllocate, SupportsBells, Transport, WriteEnded
+from ..transports.bells import words_of
 
 TransportEvent = WriteEnded | Settled | PeerEvent
 
@@ -74,6 +75,7 @@ class End:
         self._events: list[TransportEvent] = []
         self._again: tuple[Peer, Writes] | None = None
         self._resting = False
+        self._board: Buffer | None = None
 
     def add(self, data: U8) -> RegionId:
         """Allocate, fill with ``data`` and register."""
@@ -130,6 +132,17 @@ class End:
     def fill(self, region: RegionId, data: U8) -> None:
         """Put something else into the region's memory."""
         self._memory.write(self._buffers[region], data)
+
+    def board(self, nbytes: int) -> bytes:
+        """Make a board of bells; where it is."""
+        assert isinstance(self.transport, SupportsBells)
+        self._board, place = self.transport.bell_board(nbytes)
+        return place
+
+    def words(self) -> list[int]:
+        """What is in the board."""
+        assert self._board is not None
+        return words_of(self._board).tolist()
 
     def descriptor(self) -> bytes:
         """The transport's own."""
@@ -257,6 +270,16 @@ class Child:
     def fill(self, region: RegionId, data: U8) -> None:
         """See :meth:`End.fill`."""
         self._ask("fill", region, data)
+
+    def board(self, nbytes: int) -> bytes:
+        """As :meth:`End.board`."""
+        place: bytes = self._ask("board", nbytes)
+        return place
+
+    def words(self) -> list[int]:
+        """As :meth:`End.words`."""
+        words: list[int] = self._ask("words")
+        return words
 
     def descriptor(self) -> bytes:
         """See :meth:`End.descriptor`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from .ends import HostMemory, Memory
 from .transport_after import AfterwardsCases
+from .transport_bells import BellCases
 from .transport_claims import ClaimCases, LossCases
 from .transport_data import DataCases
 from .transport_events import EventCases
@@ -29,6 +30,7 @@ class TransportSuite(
     DataCases,
     EventCases,
     MappingCases,
+    BellCases,
     MemoryCases,
     PeerCases,
     AfterwardsCases,

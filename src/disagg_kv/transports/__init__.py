@@ -1,12 +1,14 @@
 """One-sided writes."""
 
 from .base import (
+    Bells,
     Capabilities,
     Lane,
     LinkCost,
     PeerEvent,
     Settled,
     SupportsAllocate,
+    SupportsBells,
     SupportsLanes,
     SupportsMapping,
     Transport,
@@ -24,6 +26,7 @@ from .shm import ShmTransport
 
 __all__ = [
     "PROCESS",
+    "Bells",
     "Capabilities",
     "Connected",
     "Descriptor",
@@ -40,6 +43,7 @@ __all__ = [
     "Settled",
     "ShmTransport",
     "SupportsAllocate",
+    "SupportsBells",
     "SupportsLanes",
     "SupportsMapping",
     "Transport",

@@ -221,6 +221,46 @@ class SupportsAllocate(Protocol):
         ...
 
 
+class Bells(Protocol):
+    """A peer's board of bells, as this process rings them. Any thread; nothing blocks.
+
+    A bell shows the peer that bytes of ours are in its memory. See :mod:`disagg_kv.transports.bells`.
+    """
+
+    def ring(self, slot: int, value: int, record: tuple[int, int, int, int]) -> None:
+        """Store a record, then the value. All that this process stored before is visible with the value.
+
+        Raises:
+            TransportError: the board has no such slot.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsBells(Protocol):
+    """A transport whose peers on one host share words of host memory."""
+
+    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """Return ``nbytes`` of zeroed host memory, and what a peer passes to :meth:`open_bells`.
+
+        The memory is freed with its owner. Peers that have opened it keep it.
+
+        Raises:
+            RegistrationError: the host does not give it.
+        """
+        ...
+
+    def open_bells(self, peer: Peer, board: bytes) -> Bells:
+        """Open the board of a connected peer. Any thread, as :meth:`Transport.connect`; it may take milliseconds.
+
+        Raises:
+            PeerLostError: the peer has ended or given the board back.
+            TransportError: an unknown peer, or one that shares no memory with this process.
+            RemoteProtocolError: ``board`` is not of this transport.
+        """
+        ...
+
+
 @runtime_checkable
 class SupportsMapping(Protocol):
     """A transport that maps a peer's memory, so that kernels of this process write into the peer's pages.

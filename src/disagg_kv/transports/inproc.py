@@ -9,21 +9,24 @@ from collections.abc import Sequence
 from itertools import count
 from weakref import WeakValueDictionary
 
+import msgspec
 from attrs import frozen
 
 from ..errors import PeerLostError, RegistrationError, TransportError
 from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
-from ..memory import Buffer, Event
+from ..memory import Buffer, Event, new_buffer
 from ..planning import Writes
 from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
+from .bells import HostBells
 from .connected import Connected
-from .descriptor import Descriptor, Region, decode, encode
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .process import Home
 from .regions import Extents, RegionTable, copy
 
 _open: WeakValueDictionary[Peer, InprocTransport] = WeakValueDictionary()
 _registry = threading.Lock()
+_NUMBER = msgspec.msgpack.Decoder(int)
 _departures = count(1)
 _departed = 0
 """How many transports of this process were closed or destroyed: only then a peer may be lost."""
@@ -59,6 +62,7 @@ class InprocTransport:
         self._tickets = count(1)
         self._events: deque[WriteEnded | Settled | PeerEvent] = deque()
         self._lost: set[Peer] = set()
+        self._boards: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
         # Held while a peer copies into this transport's memory or while that memory is taken away.
         self._target = threading.Lock()
         self._seen = _departed
@@ -147,6 +151,24 @@ class InprocTransport:
         if buffer is None or reason is not None:
             raise RegistrationError(reason or f"inproc: peer {peer.hex()} has just closed")
         return buffer
+
+    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsBells.bell_board`."""
+        self._home.check()
+        number, buffer = next(self._tickets), new_buffer(nbytes, "cpu")
+        self._boards[number] = buffer
+        return buffer, pack(number)
+
+    def open_bells(self, peer: Peer, board: bytes) -> HostBells:
+        """See :meth:`SupportsBells.open_bells`; the peer's own board."""
+        self._home.check()
+        if self._peers.get(peer) is None:
+            raise TransportError(f"inproc: no peer {peer.hex()}")
+        there, number = _find(peer), unpack(board, _NUMBER)
+        buffer = None if there is None else there._boards.get(number)
+        if buffer is None:
+            raise PeerLostError(f"inproc peer {peer.hex()} is closed, or has no board {number}")
+        return HostBells(buffer)
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""

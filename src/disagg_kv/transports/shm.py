@@ -11,19 +11,11 @@ whatever their owner does meanwhile, a mapping never loses its pages.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
-import mmap
 import os
 import uuid
 from collections.abc import Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from weakref import WeakSet
-
-import msgspec
-from attrs import frozen
 
 from ..errors import MissingDependencyError, PeerLostError, RegistrationError, TransportError
 from ..geometry import I64
@@ -31,124 +23,18 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
+from .bells import HostBells
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .memfd import PLACE, PeerMemory, Place, SharedMemory, new_board, open_board, open_memory
 from .process import PROCESS, Exits, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
-
-
-@frozen
-class _Place:
-    """Where a region's memory is to be found: byte ``offset`` of memory ``number``, open as ``fd`` in its process."""
-
-    number: int
-    fd: int
-    offset: int
-
-
-_PLACE = msgspec.msgpack.Decoder(_Place)
-
-
-def _name(peer: Peer, number: int) -> str:
-    return f"disagg_kv-{peer.hex()}-{number}"
-
-
-def _available() -> int:
-    """Bytes of memory that the host could still give."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-
-
-class _Segment:
-    """Memory that peers can map. It is unmapped when the last reference to this object goes."""
-
-    fd = -1
-
-    def __init__(self, peer: Peer, number: int, nbytes: int) -> None:
-        # Linux would begin to hand out pages and end by killing some process.
-        if nbytes > _available():
-            raise OSError(errno.ENOMEM, f"the host has {_available()} bytes to give")
-        self.number = number
-        self.fd = os.memfd_create(_name(peer, number), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            # Reserved now, so that a failure is an error here and not a SIGBUS at some write.
-            os.posix_fallocate(self.fd, 0, nbytes)
-            # A peer that shrank the file would kill us at the next access.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._mapping = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
-        except BaseException:
-            self.hide()
-            raise
-        self.addr = _address(self._mapping)
-        self.nbytes = nbytes
-
-    def hide(self) -> None:
-        """Let no further peer map it; those that have, keep it, and so does this process."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def __del__(self) -> None:
-        self.hide()
-
-
-class _Far:
-    """A region of a peer: an open file, and a mapping once something is written there. Either goes with this object.
-
-    Args:
-        fd: of the file; owned.
-        place: where the region is in it.
-        nbytes: its length.
-    """
-
-    def __init__(self, fd: int, place: _Place, nbytes: int) -> None:
-        self.place = place
-        self.nbytes = nbytes
-        self._fd = fd
-        self._mapping: mmap.mmap | None = None
-
-    def map(self) -> None:
-        """Map it, without touching its pages.
-
-        Raises:
-            TransportError: this process cannot have the address space.
-        """
-        if self._mapping is not None:
-            return
-        into = self.place.offset % mmap.ALLOCATIONGRANULARITY
-        try:
-            mapping = mmap.mmap(self._fd, into + self.nbytes, mmap.MAP_SHARED, offset=self.place.offset - into)
-        except OSError as error:
-            raise TransportError(f"shm: {self.nbytes} bytes of a peer cannot be mapped: {error}") from error
-        # A child forked by this process must not be able to write after this process has ended.
-        mapping.madvise(mmap.MADV_DONTFORK)
-        self._mapping = mapping
-        self._close()
-
-    @property
-    def addr(self) -> int | None:
-        """Where it is mapped; None: it is not."""
-        if self._mapping is None:
-            return None
-        return _address(self._mapping) + self.place.offset % mmap.ALLOCATIONGRANULARITY
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self._close()
 
 
 class _Remote:
     """A connected peer: its regions, and how its end is noticed."""
 
-    def __init__(self, peer: Peer, watch: Watch, serial: int, regions: Mapping[RegionId, _Far]) -> None:
+    def __init__(self, peer: Peer, watch: Watch, serial: int, regions: Mapping[RegionId, PeerMemory]) -> None:
         self.watch = watch
         self.serial = serial
         self.regions = regions
@@ -172,7 +58,7 @@ class _Remote:
         """A region as memory of this process; maps it if it is not mapped yet.
 
         Raises:
-            TransportError: see :meth:`_Far.map`.
+            TransportError: see :meth:`PeerMemory.map`.
         """
         far = self.regions[region]
         if region in self._unmapped:
@@ -187,7 +73,7 @@ class _Remote:
 
         Raises:
             RegistrationError: a range that is not inside its region.
-            TransportError: see :meth:`_Far.map`.
+            TransportError: see :meth:`PeerMemory.map`.
         """
         ranges = writes.remote, writes.remote_off, writes.nbytes
         if self._unmapped:
@@ -229,7 +115,7 @@ class ShmTransport:
         self._home = Home("this transport 'shm'")
         self._me = Peer(uuid.uuid4().bytes)
         self._table = RegionTable(self.caps.devices)
-        self._segments: WeakSet[_Segment] = WeakSet()
+        self._segments: WeakSet[SharedMemory] = WeakSet()
         self._numbers = count()
         self._peers: Connected[_Remote] = Connected()
         self._exits: Exits[Peer] = Exits()
@@ -243,7 +129,7 @@ class ShmTransport:
             RegistrationError: the host does not give that much shared memory.
         """
         try:
-            segment = _Segment(self._me, next(self._numbers), nbytes)
+            segment = SharedMemory(self._me, next(self._numbers), nbytes)
         except (OSError, OverflowError) as error:
             raise RegistrationError(f"shm: cannot allocate {nbytes} bytes of shared memory: {error}") from error
         self._segments.add(segment)
@@ -281,18 +167,18 @@ class ShmTransport:
         self._home.check()
         remote = decode(descriptor, self.name)
         process = unpack(remote.blob, PROCESS)
-        places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions if r.blob}
+        places = {r.id: unpack(r.blob, PLACE) for r in remote.regions if r.blob}
         peer = remote.incarnation
         known = self._peers.get(peer)
         if known is not None and (known.lost or known.serial >= remote.serial):
             return peer
         watch = process.watch()
-        regions: dict[RegionId, _Far] = {}
+        regions: dict[RegionId, PeerMemory] = {}
         for region in remote.regions:
             if region.id in places:
                 far = None if known is None else known.regions.get(region.id)
                 if far is None or (far.place, far.nbytes) != (places[region.id], region.nbytes):
-                    far = _open(process, peer, places[region.id], region.nbytes)
+                    far = open_memory(process, peer, places[region.id], region.nbytes)
                 regions[region.id] = far
         found = _Remote(peer, watch, remote.serial, regions)
         if self._peers.add(peer, found) is found:
@@ -352,6 +238,18 @@ class ShmTransport:
             raise PeerLostError(f"shm: the process of peer {peer.hex()} has ended")
         return remote.buffer(region)
 
+    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsBells.bell_board`."""
+        self._home.check()
+        return new_board(self._me, next(self._numbers), nbytes)
+
+    def open_bells(self, peer: Peer, board: bytes) -> HostBells:
+        """See :meth:`SupportsBells.open_bells`."""
+        self._home.check()
+        if self._peers.get(peer) is None:
+            raise TransportError(f"shm: no peer {peer.hex()}")
+        return HostBells(open_board(peer, board))
+
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
@@ -373,7 +271,7 @@ class ShmTransport:
         self._table.clear()
         return ()
 
-    def _segment(self, buffer: Buffer) -> _Segment | None:
+    def _segment(self, buffer: Buffer) -> SharedMemory | None:
         """The memory given by :meth:`allocate` in which the whole buffer lies."""
         for segment in self._segments:
             if segment.addr <= buffer.addr and buffer.addr + buffer.nbytes <= segment.addr + segment.nbytes:
@@ -384,7 +282,7 @@ class ShmTransport:
         segment = self._segment(buffer)
         if segment is None:
             return b""
-        return pack(_Place(segment.number, segment.fd, buffer.addr - segment.addr))
+        return pack(Place(segment.number, segment.fd, buffer.addr - segment.addr))
 
     def _look(self, peer: Peer, remote: _Remote) -> None:
         """Note the end of a peer's process."""
@@ -395,25 +293,3 @@ class ShmTransport:
         if not remote.lost:
             remote.lost = True
             self._events.append(PeerEvent(peer, None, fenced=True))
-
-
-def _open(process: Process, peer: Peer, place: _Place, nbytes: int) -> _Far:
-    """Open the peer's memory that holds ``nbytes`` bytes from ``place`` on, after a look that it is what was meant."""
-    path = f"/proc/{process.pid}/fd/{place.fd}"
-    link = f"/memfd:{_name(peer, place.number)} (deleted)"
-    try:
-        # The link is checked first, so that only such memory is ever opened, and again once it is open.
-        if os.readlink(path) != link:
-            raise PeerLostError(f"shm: {path} is not {link} any more: the peer has given the memory back")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        far = _Far(fd, place, nbytes)
-        if os.readlink(f"/proc/self/fd/{fd}") != link or not 0 <= place.offset <= os.fstat(fd).st_size - nbytes:
-            raise PeerLostError(f"shm: {path} is not {nbytes} bytes of {link} from {place.offset} on")
-        # A write beyond the end of a file that became shorter would kill this process.
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransportError(f"shm: {path} is not sealed: its owner could make it shorter")
-        return far
-    except FileNotFoundError as error:
-        raise PeerLostError(f"shm: {path} is gone: the peer has ended or given the memory back") from error
-    except OSError as error:
-        raise TransportError(f"shm: {path} cannot be opened; have both processes the same user? {error}") from error

@@ -27,6 +27,7 @@ from disagg_kv.protocol import (
     Offered,
     Options,
     Quiet,
+    Rang,
     Readiness,
     ReceiveRoom,
     Receiving,
@@ -66,7 +67,7 @@ TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, AuxTaken, Complete, Abort
 HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
-    Receiving.OPENED: ({Leased, Scattered}, "nothing was asked of the ring or the kernels"),
+    Receiving.OPENED: ({Leased, Scattered, Rang}, "nothing was asked of the ring, the kernels or the writers"),
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
     Receiving.PLACED: ({Awaited, Introduced, Leased, Scattered}, "no segment is left that waits for anything"),
     Receiving.DRAINING: (set(), ""),
@@ -86,7 +87,7 @@ SIDES = [
     pytest.param(
         RECEIVING,
         Receiving,
-        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Scattered, Decided},
+        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Rang, Scattered, Decided},
         id="decode",
     ),
     pytest.param(

@@ -37,8 +37,8 @@ from disagg_kv.planning import Writes
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing.ends import plain
 from disagg_kv.transports import PeerEvent, Process, Region, ShmTransport, WriteEnded, decode, encode
+from disagg_kv.transports.memfd import Place
 from disagg_kv.transports.process import LOOK_S
-from disagg_kv.transports.shm import _Place
 from tests.support.leftovers import abandoned
 from tests.support.processes import KV, wait
 
@@ -56,7 +56,7 @@ sys.stdin.read()
 def changed(descriptor: bytes, **fields: int) -> bytes:
     """The descriptor with other fields in its first region's place."""
     found = decode(descriptor, "shm")
-    place = attrs.evolve(msgspec.msgpack.decode(found.regions[0].blob, type=_Place), **fields)
+    place = attrs.evolve(msgspec.msgpack.decode(found.regions[0].blob, type=Place), **fields)
     region = attrs.evolve(found.regions[0], blob=msgspec.msgpack.encode(place))
     return encode(attrs.evolve(found, regions=(region,)))
 

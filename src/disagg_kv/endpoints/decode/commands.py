@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
-from ...errors import AbortedError
+from ...errors import AbortedError, EndpointBrokenError
 from ...protocol import RoomKey
 from ..runtime.admission import Admission
 from ..runtime.event_loop import EventLoop
-from .handle import CheckedExpectation
+from .handle import CheckedExpectation, ReceptionHandle
 from .rooms import DecodeSide
 
 
@@ -29,6 +30,13 @@ class PostedCommands:
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Await rows."""
         self._loop.post(partial(self._side.expect, key, wanted))
+
+    def rang(self, key: RoomKey, handle: ReceptionHandle) -> float:
+        """The bells of a room were seen."""
+        self._side.changed(handle)
+        with suppress(EndpointBrokenError):  # it ends the room as the engine has seen it
+            self._loop.post(partial(self._side.rang, key))
+        return self._loop.clock()
 
     def abort(self, key: RoomKey, error: AbortedError) -> None:
         """Give a room up."""

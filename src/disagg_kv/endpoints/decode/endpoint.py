@@ -28,7 +28,7 @@ from ..runtime.endpoint import Endpoint
 from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
-from ..runtime.mapping import check_mapping
+from ..runtime.mapping import check_mapping, new_board
 from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
 from .commands import PostedCommands
 from .handle import ReceptionHandle
@@ -116,15 +116,18 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         self._staging = memory = new_staging(carrier, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
         ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
+        alone = len(parts.shards) == 1 and verify == "off"
+        board, place = new_board(carrier, parts.options.bells if alone else 0, usable)
         me = attrs.evolve(
             parts.info("decode", regions, usable),
+            bells=place,
             ring_region=ring_region,
             ring_bytes=ring_bytes,
             lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
         )
 
         def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
-            return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter)
+            return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board)
 
         super().__init__(parts, me, side, arrivals_per_poll)
         self._commands = PostedCommands(self._loop, self._side, self._admission)
@@ -155,6 +158,12 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._ids.add(room, handle)
             self._loop.post(partial(self._side.open, key, handle, source, own, tag))
         return handle
+
+    def poll(self) -> Sequence[ReceptionHandle]:
+        """See :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
+        for handle in tuple(self._side.bells.watched):
+            handle.listen()
+        return super().poll()
 
     @property
     def quarantined_bytes(self) -> int:

@@ -8,10 +8,12 @@ from ...ids import Rank, room_name
 from ...memory import Event
 from ...planning import InstancePlans, PairPlan, Segment
 from ...protocol import ReceiveRoom, Receiving, RoomKey
+from ...protocol.frames import WireBells
 from ...protocol.machine import ours
 from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
 from ..runtime.handshake import RemoteEndpoint
+from .bells import BellWatch
 from .handle import CheckedExpectation, ReceptionHandle
 
 
@@ -22,6 +24,7 @@ class DecodeRoom:
     ``ready``: fires once its pages may be written. ``checking``: what must end before prefill is asked for rows, namely
     that event or the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
     ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
+    ``bells``: the slots of its writers, by rank. ``watch``: what the engine sees of them.
     """
 
     key: RoomKey
@@ -38,6 +41,8 @@ class DecodeRoom:
     pairs: dict[Rank, PairPlan] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
     given_up: bool = False
+    bells: tuple[WireBells, ...] = ()
+    watch: BellWatch | None = None
 
     def writable(self) -> bool:
         """Whether rows may be written into its pages; True once it has failed: nothing will be.

@@ -40,19 +40,7 @@ from ...protocol import (
     Verify,
     verified,
 )
-from ...protocol.flow import room_head
-from ...protocol.frames import (
-    Abort,
-    AbortAck,
-    ChunkReady,
-    Complete,
-    Done,
-    Drained,
-    DrainedAck,
-    Landed,
-    StagingRequest,
-    WirePace,
-)
+from ...protocol.frames import Done, WirePace
 from ...protocol.machine import ours
 from ...protocol.page_runs import tables_to_wire
 from ...protocol.timers import Timers
@@ -70,13 +58,16 @@ from ..runtime.handshake import RemoteEndpoint
 from ..runtime.peer_registry import HeldMemory
 from ..runtime.silence import Silences
 from ..runtime.spans import room_span
+from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
+from .ended import answer_ended
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
 from .rate_limit import RateLimiter
 from .receipts import Receipts
 from .room import DecodeRoom, PagesReady
+from .room_bells import RoomBells
 from .scatter import ScatterQueue
 
 log = logging.getLogger("disagg_kv")
@@ -103,6 +94,7 @@ class DecodeSide:
         changes: ChangeQueue[ReceptionHandle],
         verify: Verify,
         pace: RateLimiter | None,
+        board: Buffer | None,
     ) -> None:
         self._loop = loop
         self._pool = pool
@@ -128,6 +120,7 @@ class DecodeSide:
         self._noted_pages = False
         self._timers: Timers[RoomKey] = Timers()
         self._silences = Silences(loop.peers, loop.options.silence_s)
+        self.bells = RoomBells(board, loop.me.life.process.host)
         self._lively_at = 0.0
         self._suspended: dict[Epoch, None] = {}
         self.quarantined = 0
@@ -265,7 +258,8 @@ class DecodeSide:
         pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
         for epoch in writers:
             self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
-        self._handle(room, Introduced(writers, room.plans.intake(room.plans.rotation(room.key.room)), pace))
+        intake = room.plans.intake(room.plans.rotation(room.key.room))
+        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room)))
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
@@ -312,6 +306,7 @@ class DecodeSide:
         """Evidence: it writes nothing more."""
         for room in self._with(epoch):
             self._handle(room, Gone(epoch))
+        self.bells.gone(epoch)
 
     def _with(self, epoch: Epoch) -> list[DecodeRoom]:
         return [r for r in self._rooms.values() if epoch in r.machine.writers]
@@ -333,28 +328,9 @@ class DecodeSide:
                 self._handle(room, Cancel(exc.about(registry.name(epoch), **registry.who(epoch))))
         elif room is None or room.machine.error is not None:
             # Also from a rank that was notified of a declined room, and is not one of the ranks that were found then.
-            self._answer_ended(frame, epoch, key)
+            answer_ended(self._loop, self._cancelled, self._receipts, frame)
         else:
             self._loop.observer.count("frames.not_a_writer")
-
-    def _answer_ended(self, frame: RoomFrame, epoch: Epoch, key: RoomKey) -> None:
-        """Answer a late frame from the tombstone; the room stays ended."""
-        loop = self._loop
-        head = room_head(loop.me.epoch, epoch, key.room, key.generation)
-        ended = loop.tombstones.outcome(epoch, key.generation)
-        if isinstance(frame, Abort):
-            loop.send(Send(epoch, AbortAck(**head)))
-        elif isinstance(frame, Drained):
-            self._cancelled.answered(key, epoch)
-            loop.send(Send(epoch, DrainedAck(**head)))
-        elif ended is None or ended is RoomOutcome.EVICTED:
-            loop.observer.count("frames.unknown_room")
-        elif ended is RoomOutcome.FAILED:
-            loop.send(Send(epoch, Abort(**head, reason="the room has failed")))
-        elif isinstance(frame, StagingRequest | ChunkReady):
-            self._receipts.send(Send(epoch, Landed(**head, segments=(frame.segment,))))
-        elif isinstance(frame, Done):
-            loop.send(Send(epoch, Complete(**head)))
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -384,10 +360,31 @@ class DecodeSide:
                     self._cast(*self._votes.popleft())
                     continue
                 room, event = self._events.popleft()
+                if room.watch is not None and not room.watch.hold():
+                    self._hear(room, room.watch)
                 if room.machine.state is not Receiving.CLOSED:
                     self._apply(room, room.machine.handle(event, self._loop.now))
+                self.bells.follow(room)
         finally:
             self._handling = False
+
+    def changed(self, handle: ReceptionHandle) -> None:
+        """Any thread: the engine has seen the end of a room, which ``poll`` shall list."""
+        self._changes.add(handle)
+
+    def rang(self, key: RoomKey) -> None:
+        """The engine has seen that all rows of a room have landed."""
+        room = self._rooms.get(key)
+        if room is not None:
+            self._handle(room, Tick())
+
+    def _hear(self, room: DecodeRoom, watch: BellWatch) -> None:
+        """Follow the engine, for which the room is done: its bells end the room here before any other event does."""
+        for rang in watch.heard:
+            self._apply(room, room.machine.handle(rang, self._loop.now))
+        if room.machine.state is Receiving.PLACED:
+            # The only rank of its instance: no other has a vote.
+            self._apply(room, room.machine.handle(Decided(True, ""), self._loop.now))
 
     def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
         moved = freed = False
@@ -514,6 +511,7 @@ class DecodeSide:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
             self._silences.forget(room.key)
+            self.bells.ended(room)
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
@@ -584,6 +582,7 @@ class DecodeSide:
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self._queue.check_integrity()
+        self.bells.check_integrity(self._rooms.values())
         self._cancelled.check_integrity()
         for room in self._rooms.values():
             if room.machine.now >= since:

@@ -12,6 +12,7 @@ from ...errors import (
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
+    TransportError,
 )
 from ...ids import Epoch, Generation, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
@@ -25,6 +26,7 @@ from ...protocol import (
     Lost,
     Options,
     Phase,
+    Ring,
     RoomFrame,
     RoomKey,
     RoomOutcome,
@@ -504,6 +506,8 @@ class PrefillSide:
             match effect:
                 case Send():
                     self._loop.send(effect)
+                case Ring():
+                    self._ring(room, effect)
                 case CastVote():
                     votes.append(effect)
                 case Transfer():
@@ -517,6 +521,16 @@ class PrefillSide:
         # May be decided, and reported to the engine, at once: not before everything else has been done.
         for vote in votes:
             self._loop.vote(room.key, vote.ok, vote.reason)
+
+    def _ring(self, room: PrefillRoom, effect: Ring) -> None:
+        """Ring a bell, whose frame follows: a board that decode has described wrongly costs nothing but bells."""
+        bells = room.routes[effect.to].bells
+        assert bells is not None
+        segment = effect.segment
+        try:
+            bells.ring(effect.slot, effect.value, (segment.start, segment.stop, segment.first, segment.last))
+        except TransportError:
+            self._loop.observer.count("bells.refused")
 
     def _publish(self, room: PrefillRoom) -> None:
         machine = room.machine

@@ -35,7 +35,7 @@ from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
 from ...protocol.page_runs import tables_from_wire
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
-from ...transports import Lane
+from ...transports import Bells, Lane
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
@@ -63,6 +63,7 @@ class Route:
         start: the first row that it awaits.
         verify: how much it wants compared.
         mapped: its pool as it is mapped here, where the path copies into it.
+        bells: its board of bells, where the path exposes pages and the board is open here.
     """
 
     remote: RemoteEndpoint
@@ -78,6 +79,7 @@ class Route:
     start: int
     verify: Verify
     mapped: MappedPool | None = None
+    bells: Bells | None = None
 
 
 class Router:
@@ -176,7 +178,8 @@ class Router:
         ring = RegionId(hello.ring_region)
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
-        route = Route(remote, path, reason, lane, pool, *known, ring, frame.start, frame.verify, mapped)
+        bells = mapping.bells if path.exposes_pages else None
+        route = Route(remote, path, reason, lane, pool, *known, ring, frame.start, frame.verify, mapped, bells)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
         plan = FlowPlan(
@@ -189,6 +192,7 @@ class Router:
             path.name,
             grouping,
             partial(self._measured, lane),
+            None if bells is None else frame.bells,
         )
         return route, plan
 

@@ -64,7 +64,7 @@ from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
 from .limited_log import LimitedLog
 from .link_budget import links_of
-from .mapping import UNMAPPED, Mapping, map_pool
+from .mapping import UNMAPPED, Mapping, open_peer
 from .pauses import Pauses
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
@@ -127,7 +127,9 @@ class EventLoop:
         helpers = background(f"{name} links", LINKS)
         ready = self._get_ready if me.role == "prefill" else None
         self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready)
-        self.peer_registry = PeerRegistry(self.peers, self.connections, self.connections.lane, options, clock)
+        self.peer_registry = PeerRegistry(
+            self.peers, self.connections, self.connections.lane, self.connections.no_bells, options, clock
+        )
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
         self._commands: deque[Callable[[], None]] = deque()
@@ -440,13 +442,14 @@ class EventLoop:
             self._guard(self.side.on_frame, frame)
 
     def _get_ready(self, peer: Peer, hello: Hello) -> Mapping:
-        """On a thread that has just connected a peer: make kernels ready for it, and map its pool where a path does."""
+        """On a thread that has just connected a peer: make kernels ready for it, and open what paths use of it."""
         me, remote = self.me, RemoteEndpoint.of(hello)
         if not all(path.exposes_pages for path in me.paths):
             me.prepare(remote.spec, None)
-        if not any(map(maps_pages, me.paths)):
+        if not any(path.exposes_pages for path in me.paths):
             return UNMAPPED
-        return map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
+        maps = any(map(maps_pages, me.paths))
+        return open_peer(me.transport, peer, remote, me.device, maps, partial(me.prepare, remote.spec))
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

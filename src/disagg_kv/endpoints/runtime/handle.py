@@ -41,12 +41,12 @@ class RoomHandle:
     @property
     def phase(self) -> Phase:
         """How far it is."""
-        return (self._shown or self._state)[0]
+        return (self._shown or self.state)[0]
 
     @property
     def released(self) -> bool:
         """True: its pages are neither read nor written any more."""
-        return (self._shown or self._state)[1]
+        return (self._shown or self.state)[1]
 
     @property
     def state(self) -> tuple[Phase, bool]:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import attrs
 from attrs import frozen
 
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...ids import Peer, RegionId
-from ...memory import MappedPool
+from ...memory import Buffer, MappedPool
 from ...strategies import AUTO, TransferPlanner, maps_pages
-from ...transports import SupportsMapping, Transport
+from ...transports import Bells, SupportsBells, SupportsMapping, Transport
+from ...transports.bells import SLOT_WORDS, WORD
 from .handshake import RemoteEndpoint
+
+BLOCK = 32
+"""Slots that one writer gets for one room: of more segments, frames alone tell."""
+
+BLOCK_BYTES = BLOCK * SLOT_WORDS * WORD
 
 
 @frozen(eq=False)
@@ -21,13 +28,52 @@ class Mapping:
     Args:
         pool: as it is mapped here; None: it is not.
         refused: why not.
+        bells: its board of bells, as it is open here; None: it is not.
+        silent: why not.
     """
 
     pool: MappedPool | None = None
     refused: str = ""
+    bells: Bells | None = None
+    silent: str = ""
 
 
-UNMAPPED = Mapping(refused="no path of this endpoint maps memory")
+UNMAPPED = Mapping(refused="no path of this endpoint maps memory", silent="no path of this endpoint exposes pages")
+
+
+def open_peer(
+    transport: Transport,
+    peer: Peer,
+    remote: RemoteEndpoint,
+    device: str,
+    maps: bool,
+    prepare: Callable[[MappedPool], None],
+) -> Mapping:
+    """What of a connected peer's memory this process opens: its pool, if a path ``maps`` it, and its board of bells."""
+    pool = map_pool(transport, peer, remote, device, prepare) if maps else UNMAPPED
+    bells, silent = open_bells(transport, peer, remote.hello.bells)
+    return attrs.evolve(pool, bells=bells, silent=silent)
+
+
+def open_bells(transport: Transport, peer: Peer, board: bytes) -> tuple[Bells | None, str]:
+    """The board of a connected peer; None: frames alone announce segments, and why. On any thread, as ``connect``."""
+    if not board:
+        return None, "decode has no board of bells"
+    if not isinstance(transport, SupportsBells):
+        return None, f"transport {transport.name!r} has no bells"
+    try:
+        return transport.open_bells(peer, board), ""
+    except DisaggKVError as exc:
+        return None, text_of(exc)
+    except Exception as exc:
+        return None, f"transport {transport.name!r} raised: {text_of(exc)}"
+
+
+def new_board(transport: Transport, blocks: int, usable: Iterable[TransferPlanner]) -> tuple[Buffer | None, bytes]:
+    """Decode's board of bells, if peers write straight to pages through a transport that has bells, and its place."""
+    if not blocks or not isinstance(transport, SupportsBells) or not any(p.exposes_pages for p in usable):
+        return None, b""
+    return transport.bell_board(blocks * BLOCK_BYTES)
 
 
 def map_pool(

@@ -10,8 +10,9 @@ from .fault import FaultClass
 from .network import Network
 from .node import SimNode
 from .prefixes import SimStore
+from .request import Request
 from .rooms import Entry, SimRoom
-from .scenario import Request, Scenario
+from .scenario import Scenario
 from .simulation import Simulation
 
 UNHEARD = (

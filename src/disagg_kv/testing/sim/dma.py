@@ -10,10 +10,11 @@ from attrs import define, evolve, frozen
 
 from ...errors import PeerLostError, RegistrationError, TransportError
 from ...ids import Peer, RegionId, Ticket
-from ...memory import U8, Buffer, Event, bytes_of
+from ...memory import U8, Buffer, Event, bytes_of, new_buffer
 from ...planning import Writes
 from ...staging import Lease
 from ...transports import Capabilities, Lane, LinkCost, PeerEvent, Settled, WriteEnded
+from .bells import SimBells
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
@@ -104,6 +105,7 @@ class SimTransport:
         )
         self.regions: dict[int, U8] = {}
         self.ring: U8 | None = None
+        self.board: Buffer | None = None
         self.landed: dict[int, Landed] = {}
         self.alive = True
         self._peers: dict[Peer, SimTransport] = {}
@@ -187,6 +189,20 @@ class SimTransport:
             self._world.mark("mapped:a mapping fails")
             raise TransportError("sim: the memory could not be mapped")
         return self.dma.mapped(there, memory)
+
+    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """Words of the process."""
+        self.board = new_buffer(nbytes, "cpu")
+        return self.board, b"board"
+
+    def open_bells(self, peer: Peer, board: bytes) -> SimBells:
+        """The words of a peer; as a fault, not."""
+        self.node.may_block("opens a peer's bells")
+        there = self._peers[peer]
+        if there.board is None or self._world.outside.happens(FaultClass.BELL, 0.1):
+            self._world.mark("bells:there are none")
+            raise TransportError("sim: the board of bells could not be opened")
+        return SimBells(self._world, self.node, there.node, there.board)
 
     def submit(
         self,

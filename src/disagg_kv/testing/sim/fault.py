@@ -52,6 +52,7 @@ class FaultClass(Enum):
     NO_THREAD = "a thread for a look-up or a connection cannot be started"
     NO_ANSWER = "a look-up never returns"
     STUCK = "a transport's disconnect raises"
+    BELL = "a bell rings late, twice or never, or an old value is in its place"
 
 
 def named(names: Sequence[str]) -> frozenset[FaultClass]:
@@ -98,7 +99,7 @@ OUTSIDE: Mapping[FaultClass, float] = {
 }
 """Faults of what an endpoint is given, with their rates. They are drawn beside the others."""
 
-BESIDE = frozenset({FaultClass.NO_THREAD, FaultClass.NO_ANSWER, FaultClass.STUCK, FaultClass.REUSED})
+BESIDE = frozenset({FaultClass.NO_THREAD, FaultClass.NO_ANSWER, FaultClass.STUCK, FaultClass.REUSED, FaultClass.BELL})
 """Those that are drawn only here."""
 
 HARMLESS = frozenset(
@@ -109,6 +110,7 @@ HARMLESS = frozenset(
         FaultClass.JUNK,
         FaultClass.STUCK,
         FaultClass.REUSED,
+        FaultClass.BELL,
     }
 )
 """Those of them that no request may fail for, whose id is used once."""
@@ -156,7 +158,8 @@ def swarm(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass
 def outside(rng: random.Random, allowed: frozenset[FaultClass], others: bool) -> dict[FaultClass, float]:
     """The faults of what endpoints are given, in one seed; where ``others`` fail too, seldom."""
     share = rng.choice((0.0, 0.05, 0.15) if others else (0.0, 0.3, 0.6))
-    return {f: rate for f, rate in OUTSIDE.items() if rng.random() < share and f in allowed}
+    drawn = {f: rate for f, rate in OUTSIDE.items() if rng.random() < share and f in allowed}
+    return drawn | {f: 1.0 for f in (FaultClass.BELL,) if rng.random() < 0.5 and f in allowed}
 
 
 def survives(faults: Mapping[FaultClass, float]) -> bool:

@@ -8,7 +8,7 @@ from ...ids import RoomId
 from ...protocol import Phase
 from .cluster import Cluster
 from .fault import FaultClass
-from .scenario import Request
+from .request import Request
 
 MEET_S = 3.0
 """Longer than it takes to notice silence: after it all processes have met."""

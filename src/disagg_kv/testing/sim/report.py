@@ -16,7 +16,7 @@ from multiprocessing import get_context
 
 from attrs import define, field, frozen
 
-from ...protocol.base import Finished, Gone, Leased
+from ...protocol.base import Finished, Gone, Leased, Rang
 from ...protocol.frames import AuxTaken
 from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from .fault import EVERY, FaultClass
@@ -47,6 +47,11 @@ MARKS = frozenset(
         "mapped:a copy fails before it is quiet",
         "mapped:a copy outlives its target",
         "mapped:a mapping fails",
+        "bells:late",
+        "bells:lost",
+        "bells:twice",
+        "bells:old",
+        "bells:there are none",
         "prepared:gather launched",
         "prepared:gather dropped",
         "prepared:scatter launched",
@@ -78,6 +83,7 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
         (Sending.FINISHED, Gone),
         (Sending.DRAINING, Gone),
         (Receiving.DRAINING, Leased),
+        (Receiving.DRAINING, Rang),
         (Sending.ABORTING, Finished),
         (Sending.DRAINING, Finished),
     }

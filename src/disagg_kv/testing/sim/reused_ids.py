@@ -14,8 +14,8 @@ from ...ids import Epoch, RoomId, room_name
 from ...protocol import Phase
 from .cluster import Cluster
 from .fault import FaultClass
+from .request import Request
 from .rooms import Entry, SimRoom
-from .scenario import Request
 
 MOST = 4
 """Ids that are opened again, in one seed."""

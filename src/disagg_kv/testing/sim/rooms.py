@@ -20,7 +20,8 @@ from ...rendezvous import Source
 from .memory import states_truth, truth
 from .node import SimNode
 from .prefixes import transcript
-from .scenario import AUX_BYTES, Request, Scenario
+from .request import Request
+from .scenario import AUX_BYTES, Scenario
 
 
 @define(eq=False)

@@ -9,7 +9,6 @@ from functools import lru_cache
 
 from attrs import evolve, frozen
 
-from ...endpoints import retry
 from ...endpoints.runtime.link_budget import OWN_LINK
 from ...geometry import CacheSpec, Shard, Site, shard, stages
 from ...ids import GroupId, LayerId, RoomId
@@ -18,9 +17,10 @@ from ...memory.paged import Layout
 from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
-from .conversations import Conversation, Prompt, converse
+from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
+from .request import Request, belled
 
 AUX_BYTES = 8
 
@@ -63,6 +63,12 @@ REMEMBERED = (1, 2, 64)
 
 FEW_LINKS, LINKS = 0.5, (1, 1, 2)
 """Share of the worlds in which endpoints drop links that no room uses, and the links that they may keep then."""
+
+BOARDS = (0, 2, 8, 64)
+"""Blocks of slots on a decode rank's board of bells: too few of them for all rooms in many worlds."""
+
+RINGS = 0.8
+"""Share of worlds with one decode rank in which bells can ring for most requests."""
 
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
@@ -203,62 +209,6 @@ def _without(held: Shard, layers: Collection[LayerId]) -> Shard:
 
 
 @frozen
-class Request:
-    """What one room is asked to do.
-
-    Args:
-        request: its id.
-        source: which prefill instance.
-        rows: how many it has; 0: nothing but aux.
-        edges: where prefill's chunks end.
-        at: seconds from the start at which the router knows of it.
-        prefill_late, decode_late: seconds after which each engine opens it, and then after which it has its pages.
-        pass_s: how long prefill computes a chunk.
-        open_end: decode does not say how many rows it awaits.
-        aux: small results ride along.
-        steps: chunks are announced ahead, by forward passes.
-        abort_decode, abort_prefill: seconds after which one rank of that side gives up; None: never.
-        withdraw: seconds after which prefill is preempted; None: never.
-        late: those seconds begin when a prefill rank has all rows, not with the room.
-        total_s: its deadline.
-        attempt: its number; it begins when the one before has ended.
-        burst: chunks are handed over at once, whether or not the endpoint has taken any.
-        silence_s: how long its peers may be silent, if not as long as the endpoints allow.
-        unmet: the side, ``prefill`` or ``decode``, for which the other waits in vain; empty: none.
-        never: that side does not come at all; False: it comes too late.
-        prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
-    """
-
-    request: RoomId
-    source: int
-    rows: int
-    edges: tuple[int, ...]
-    at: float
-    prefill_late: tuple[float, float]
-    decode_late: tuple[float, float]
-    pass_s: float
-    open_end: bool
-    aux: bool
-    steps: bool
-    abort_decode: float | None
-    abort_prefill: float | None
-    withdraw: float | None
-    late: bool
-    total_s: float
-    prompt: Prompt | None = None
-    silence_s: float | None = None
-    burst: bool = False
-    unmet: str = ""
-    never: bool = False
-    attempt: int = 1
-
-    @property
-    def room(self) -> RoomId:
-        """The id of this attempt."""
-        return retry.attempt_id(self.request, self.attempt)
-
-
-@frozen
 class Scenario:
     """Everything that is drawn before the first event; equal seeds and faults give equal scenarios.
 
@@ -351,6 +301,9 @@ class Scenario:
             decode = evolve(decode, pages=decode.pages // 3)
         if not survives(faults):
             requests = _impatient(seed, requests)
+        rings = decode.world == 1 and random.Random(f"rings {seed}").random() < RINGS
+        if rings:
+            requests = belled(seed, requests)
         if not conversations and not stuck:
             requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
@@ -372,13 +325,13 @@ class Scenario:
             refused=refused,
             decode_path=decode_path + selection,
             schedule=rng.choice(SCHEDULES),
-            verify="off" if slow_kernels else rng.choice(("off", "sampled", "full")),
+            verify="off" if slow_kernels or rings else rng.choice(("off", "sampled", "full")),
             slot_bytes=slot,
             slots=1 if stuck else rng.choice((2, 4, 8)),
             ring_bytes=ring,
             options=options,
             drain_s=0.0 if FaultClass.CLOCK in faults else rng.choice((0.0, 0.0, 0.1, 0.3, None)),
-            one_host=rng.random() < 0.5,
+            one_host=rng.random() < 0.5 or rings,
             resets=rng.random() < 0.5,
             detects_death=rng.random() < 0.4,
             notices_late=rng.random() < 0.5,
@@ -415,6 +368,7 @@ def _options(seed: int, rng: random.Random) -> Options:
         link_bytes=_link_bytes(seed),
         aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
         table_part=random.Random(f"tables {seed}").choice((4, 10, 64, 1024)),
+        bells=random.Random(f"bells {seed}").choice(BOARDS),
     )
 
 

@@ -19,9 +19,9 @@ from .fault import FaultClass
 from .forward_passes import ForwardPasses
 from .kind import Kind
 from .node import SimNode
+from .request import Request
 from .reused_ids import ReusedIds
 from .rooms import Chunk, Entry, SimRoom
-from .scenario import Request
 
 RETRY_S = 0.01
 FINAL = (Phase.DONE, Phase.FAILED)
@@ -346,6 +346,8 @@ class Room(SimRoom):
             entry.segments = handle.report.segments
             self._grouped(entry)
             self._count_kinds(entry)
+            if handle.report.bells:
+                world.saw(Kind.BELLS)
             if self.plan.burst and phase is Phase.DONE:
                 world.saw(Kind.CHUNKS)
             if self.plan.room.startswith(b"crowd") and not world.rooms[0].over:

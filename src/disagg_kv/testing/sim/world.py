@@ -20,9 +20,10 @@ from .node import SimNode
 from .outages import Outages
 from .prefixes import Prefixes
 from .recovery_probe import check_served, last_requests
+from .request import Request
 from .reused_ids import ReusedIds
 from .rooms import SimRoom
-from .scenario import Request, Scenario, Split
+from .scenario import Scenario, Split
 from .stray_frames import StrayFrames
 from .targeted_faults import TargetedFaults
 from .workload import Room

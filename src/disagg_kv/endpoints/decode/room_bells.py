@@ -1,0 +1,77 @@
+"""Which rooms of a decode rank have bells, from the board's slots to the handle of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ...ids import Epoch
+from ...memory import Buffer
+from ...planning import RowRange
+from ...protocol import Phase
+from ...protocol.frames import WireBells
+from .bells import BellBoard, BellWatch
+from .handle import ReceptionHandle
+from .room import DecodeRoom
+
+
+class RoomBells:
+    """The bells of all rooms of a decode rank; on the endpoint's thread.
+
+    ``watched`` are the handles of rooms whose bells the engine's thread reads. It reads them while they change.
+
+    Args:
+        memory: of the board; None: there are no bells.
+        host: of this process.
+    """
+
+    def __init__(self, memory: Buffer | None, host: str) -> None:
+        self._board = None if memory is None else BellBoard(memory)
+        self._host = host
+        self.watched: dict[ReceptionHandle, None] = {}
+
+    def issue(self, room: DecodeRoom) -> tuple[WireBells, ...]:
+        """Bells for the prefill ranks of a room; empty: not all are on this host, or there are not enough slots."""
+        near = all(remote.hello.host == self._host for remote in room.remotes)
+        if self._board is not None and near:
+            room.bells = self._board.issue([remote.epoch for remote in room.remotes])
+        return room.bells
+
+    def follow(self, room: DecodeRoom) -> None:
+        """An event of a room was handled: from now on the engine may look at its bells, or may not any more."""
+        machine, wanted = room.machine, room.wanted
+        intake = machine.listens
+        if intake is None or wanted is None or self._board is None:
+            if room.watch is not None:
+                self._drop(room)
+            return
+        if room.watch is None:
+            rows = RowRange(wanted.start, wanted.stop)
+            room.watch = BellWatch(self._board, room.bells, machine.writers, intake, rows)
+            room.handle.watch(room.watch)
+            self.watched[room.handle] = None
+        room.watch.offer()
+
+    def _drop(self, room: DecodeRoom) -> None:
+        room.watch = None
+        room.handle.watch(None)
+        self.watched.pop(room.handle, None)
+
+    def ended(self, room: DecodeRoom) -> None:
+        """A room is forgotten."""
+        if self._board is not None:
+            self._board.take_back(room.bells)
+            room.bells = ()
+
+    def gone(self, epoch: Epoch) -> None:
+        """Evidence: a process stores nothing any more."""
+        if self._board is not None:
+            self._board.gone(epoch)
+
+    def check_integrity(self, rooms: Collection[DecodeRoom]) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        for room in rooms:
+            assert room.handle.state[0] is not Phase.DONE or room.machine.error is None, "an outcome has changed"
+        watched = [room for room in rooms if room.watch is not None]
+        assert set(self.watched) == {room.handle for room in watched}
+        if self._board is not None:
+            self._board.check_integrity([bell for room in rooms for bell in room.bells])

@@ -1,0 +1,46 @@
+"""Bells in a simulation: words that ring at their own time, get lost, ring twice, or are covered by an old value."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ...memory import Buffer
+from ...transports.bells import SLOT_WORDS, HostBells, Record, words_of
+from .fault import FaultClass
+from .simulation import SimProcess, Simulation
+
+FAULTY = 0.5
+"""Share of bells to which something happens, where that may be."""
+
+
+class SimBells(HostBells):
+    """A peer's board, as one process sees it."""
+
+    def __init__(self, world: Simulation, here: SimProcess, there: SimProcess, board: Buffer) -> None:
+        super().__init__(board)
+        self._world = world
+        self._here = here
+        self._there = there
+        self._board = words_of(board)
+
+    def ring(self, slot: int, value: int, record: Record) -> None:
+        """Ring now; as a fault later, not at all, twice, or below an old value for a while."""
+        outside = self._world.outside
+        if not outside.happens(FaultClass.BELL, FAULTY):
+            super().ring(slot, value, record)
+            self._there.touch()
+            return
+        if not self.note(slot, value, record):
+            return
+        what = outside.helping.choice(("late", "lost", "twice", "old"))
+        self._world.mark(f"bells:{what}")
+        if what in ("twice", "old"):
+            self._store(slot, value if what == "twice" else max(0, value - outside.helping.choice((1, 32, value))))
+        if what != "lost":
+            self._world.later(outside.helping.choice((0.001, 0.02, 0.3)), partial(self._store, slot, value))
+
+    def _store(self, slot: int, value: int) -> None:
+        """The word alone, as a stream stores it, whatever the slot has been used for since."""
+        if self._here.alive:
+            self._board[slot * SLOT_WORDS] = value
+            self._there.touch()

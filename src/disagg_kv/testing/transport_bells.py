@@ -1,0 +1,96 @@
+"""The part of the transport suite about bells, where the transport has ``SupportsBells``."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
+from ..ids import Peer
+from ..transports import Bells, SupportsBells
+from ..transports.bells import SLOT_WORDS, WORD, heard
+from .ends import Child, End
+from .pair import Pair, wait
+from .transport_cases import TransportCases
+
+SLOTS = 64
+NBYTES = SLOTS * SLOT_WORDS * WORD
+
+
+class BellCases(TransportCases):
+    """Words that both sides see: what is stored there, who may open them, how long they last."""
+
+    @staticmethod
+    def ringing(pair: Pair) -> SupportsBells:
+        """The source's transport; skips where it has no bells."""
+        transport = pair.source.transport
+        if not isinstance(transport, SupportsBells):
+            pytest.skip("has no bells")
+        return transport
+
+    def opened(self, pair: Pair) -> Bells:
+        """A new board of the target, which is all zero."""
+        ringing = self.ringing(pair)
+        board = pair.target.board(NBYTES)
+        assert pair.target.words() == [0] * SLOTS * SLOT_WORDS
+        return ringing.open_bells(pair.peer, board)
+
+    def test_a_bell_is_heard_with_its_record(self, pair: Pair) -> None:
+        """In its slot, the first and the last one too, and in no other."""
+        bells = self.opened(pair)
+        for slot, value in ((0, 1), (7, (1 << 62) - 1), (SLOTS - 1, 3)):
+            bells.ring(slot, value, (slot, 1 << 40, 2, 3))
+            words = pair.target.words()
+            assert heard(words, slot, value) == (slot, 1 << 40, 2, 3)
+            assert heard(words, slot, value - 1) is None
+        rung = {at // SLOT_WORDS for at, word in enumerate(words) if word}
+        assert rung == {0, 7, SLOTS - 1}
+
+    def test_a_later_value_takes_the_slot_and_an_earlier_one_does_not(self, pair: Pair) -> None:
+        """Nor does it change the record of the later one."""
+        bells = self.opened(pair)
+        for value in (5, 9, 4, 9):
+            bells.ring(3, value, (0, value, 0, 1))
+        assert heard(pair.target.words(), 3, 9) == (0, 9, 0, 1)
+
+    def test_a_slot_outside_the_board_is_refused(self, pair: Pair) -> None:
+        """Before anything is stored."""
+        bells = self.opened(pair)
+        for slot in (-1, SLOTS, 1 << 40):
+            with pytest.raises(TransportError):
+                bells.ring(slot, 1, (0, 1, 0, 1))
+        assert not any(pair.target.words())
+
+    def test_a_board_that_cannot_be_is_refused(self, pair: Pair) -> None:
+        """What is no board's place, and a peer that is not known."""
+        ringing = self.ringing(pair)
+        board = pair.target.board(NBYTES)
+        for junk in (b"", b"\xff", board[:-1], b"\x81\xa1x\x01"):
+            with pytest.raises(RemoteProtocolError):
+                ringing.open_bells(pair.peer, junk)
+        with pytest.raises(DisaggKVError):
+            ringing.open_bells(Peer(b"\0" * 16), board)
+
+    def test_bells_outlive_their_board_s_owner(self, apart: Pair, victim: Child) -> None:
+        """Who rings does not learn of its end by a crash; a new one opens nothing."""
+        ringing, bells = self.ringing(apart), self.opened(apart)
+        board = victim.board(NBYTES)
+        victim.kill()
+        victim.wait()
+        log = apart.log
+        wait(lambda: log.lost(apart.peer), lambda: log.add(apart.source.events()), self.timeout_s, "the loss")
+        bells.ring(0, 1, (0, 1, 0, 1))
+        with pytest.raises(PeerLostError):
+            ringing.open_bells(apart.peer, board)
+
+    def test_a_closed_peer_s_board_is_not_opened_anew(self, pair: Pair) -> None:
+        """In one process: it is lost, or its memory is still there."""
+        if not isinstance(pair.target, End):
+            pytest.skip("once is enough")
+        ringing = self.ringing(pair)
+        board = pair.target.board(NBYTES)
+        pair.target.close(0.0)
+        try:
+            ringing.open_bells(pair.peer, board).ring(0, 1, (0, 1, 0, 1))
+        except (PeerLostError, TransportError):
+            return
+        assert heard(pair.target.words(), 0, 1) == (0, 1, 0, 1)

@@ -1,0 +1,92 @@
+"""Bells: words of host memory by which a writer shows a reader on the same host that its bytes have landed.
+
+Theory of operation
+===================
+
+The reader owns a *board*, an array of slots. It names a slot and a value to one writer, and that writer alone may use
+the slot from then on. To ring, the writer stores a record, then the value in the slot's first word::
+
+    word 0        1      2     3      4     5             6, 7
+    the value     start  stop  first  last  the value     unused
+
+The record names what has landed. The reader compares word 0 with the value that it has named, and reads the record only
+if the whole word is equal. Values come from a counter of the reader and are never used again. So an unset word, or the
+late word of an earlier use, is no bell. A writer never puts a record over that of a higher value, so a record that a
+reader awaits does not change under it. A late word may hide a later one: that bell is lost, and its frame follows.
+
+Nothing waits for a word: neither a thread nor a stream of a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from ..errors import TransportError
+from ..memory import Buffer, bytes_of
+
+SLOT_WORDS = 8
+"""Words of a slot: one cache line."""
+
+WORD = 8
+"""Bytes of a word."""
+
+Record = tuple[int, int, int, int]
+"""What has landed: the first row and one past the last, the first layer and one past the last."""
+
+
+def words_of(buffer: Buffer) -> memoryview:
+    """The words of a board."""
+    return bytes_of(buffer).data.cast("Q")
+
+
+class HostBells:
+    """A peer's board, to which this process stores; satisfies :class:`~disagg_kv.transports.Bells`. Any thread."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self._words = words_of(buffer)
+        self._latest: dict[int, int] = {}
+        self._order = threading.Lock()
+
+    def note(self, slot: int, value: int, record: Record) -> bool:
+        """Store a record; False: the slot has that of a higher value.
+
+        Raises:
+            TransportError: the board has no such slot.
+        """
+        if not 0 <= slot < len(self._words) // SLOT_WORDS:
+            raise TransportError(f"slot {slot} of a board of {len(self._words) // SLOT_WORDS} bells")
+        latest = self._latest.get(slot, 0)
+        if value < latest:
+            return False
+        if value > latest:
+            self._latest[slot] = value
+            at = slot * SLOT_WORDS + 1
+            for word in (*record, value):
+                self._words[at] = word
+                at += 1
+        return True
+
+    def ring(self, slot: int, value: int, record: Record) -> None:
+        """See :meth:`~disagg_kv.transports.Bells.ring`."""
+        if self.note(slot, value, record):
+            self._fence()
+            self._words[slot * SLOT_WORDS] = value
+
+    def _fence(self) -> None:
+        """What this thread has stored is visible before what it stores next.
+
+        A lock is released, then acquired again. That orders stores on every processor; on x86-64 they are in order.
+        """
+        for _ in range(2):
+            with self._order:
+                pass
+
+
+def heard(words: Sequence[int], slot: int, value: int) -> Record | None:
+    """The record of a slot that was rung with this value; None: it was not."""
+    at = slot * SLOT_WORDS
+    if words[at] != value or words[at + 5] != value:
+        return None
+    return words[at + 1], words[at + 2], words[at + 3], words[at + 4]

@@ -1,0 +1,186 @@
+"""Anonymous files of memory (``memfd_create``) that the processes of a host share: how they are made, found and mapped.
+
+A process opens a file of another one as ``/proc/<pid>/fd/<fd>``, after a look that it is the one that was meant. The
+files are sealed, so whatever their owner does meanwhile, a mapping never loses its pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+from attrs import frozen
+
+from ..errors import PeerLostError, RegistrationError, TransportError
+from ..ids import Peer
+from ..memory import Buffer
+from .descriptor import pack, unpack
+from .process import Process
+
+
+@frozen
+class Place:
+    """Where a region's memory is to be found: byte ``offset`` of memory ``number``, open as ``fd`` in its process."""
+
+    number: int
+    fd: int
+    offset: int
+
+
+PLACE = msgspec.msgpack.Decoder(Place)
+
+
+@frozen
+class BoardPlace:
+    """Where a board of bells is: all of ``nbytes`` bytes of memory of this process."""
+
+    process: Process
+    place: Place
+    nbytes: int
+
+
+BOARD = msgspec.msgpack.Decoder(BoardPlace)
+
+
+def _name(peer: Peer, number: int) -> str:
+    return f"disagg_kv-{peer.hex()}-{number}"
+
+
+def _available() -> int:
+    """Bytes of memory that the host could still give."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+class SharedMemory:
+    """Memory that peers can map. It is unmapped when the last reference to this object goes."""
+
+    fd = -1
+
+    def __init__(self, peer: Peer, number: int, nbytes: int) -> None:
+        # Linux would begin to hand out pages and end by killing some process.
+        if nbytes > _available():
+            raise OSError(errno.ENOMEM, f"the host has {_available()} bytes to give")
+        self.number = number
+        self.fd = os.memfd_create(_name(peer, number), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Reserved now, so that a failure is an error here and not a SIGBUS at some write.
+            os.posix_fallocate(self.fd, 0, nbytes)
+            # A peer that shrank the file would kill us at the next access.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._mapping = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
+        except BaseException:
+            self.hide()
+            raise
+        self.addr = _address(self._mapping)
+        self.nbytes = nbytes
+
+    def hide(self) -> None:
+        """Let no further peer map it; those that have, keep it, and so does this process."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.hide()
+
+
+class PeerMemory:
+    """A region of a peer: an open file, and a mapping once something is written there. Either goes with this object.
+
+    Args:
+        fd: of the file; owned.
+        place: where the region is in it.
+        nbytes: its length.
+    """
+
+    def __init__(self, fd: int, place: Place, nbytes: int) -> None:
+        self.place = place
+        self.nbytes = nbytes
+        self._fd = fd
+        self._mapping: mmap.mmap | None = None
+
+    def map(self) -> None:
+        """Map it, without touching its pages.
+
+        Raises:
+            TransportError: this process cannot have the address space.
+        """
+        if self._mapping is not None:
+            return
+        into = self.place.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            mapping = mmap.mmap(self._fd, into + self.nbytes, mmap.MAP_SHARED, offset=self.place.offset - into)
+        except OSError as error:
+            raise TransportError(f"shm: {self.nbytes} bytes of a peer cannot be mapped: {error}") from error
+        # A child forked by this process must not be able to write after this process has ended.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        self._mapping = mapping
+        self._close()
+
+    @property
+    def addr(self) -> int | None:
+        """Where it is mapped; None: it is not."""
+        if self._mapping is None:
+            return None
+        return _address(self._mapping) + self.place.offset % mmap.ALLOCATIONGRANULARITY
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self._close()
+
+
+def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> PeerMemory:
+    """Open the peer's memory that holds ``nbytes`` bytes from ``place`` on, after a look that it is what was meant."""
+    path = f"/proc/{process.pid}/fd/{place.fd}"
+    link = f"/memfd:{_name(peer, place.number)} (deleted)"
+    try:
+        # The link is checked first, so that only such memory is ever opened, and again once it is open.
+        if os.readlink(path) != link:
+            raise PeerLostError(f"shm: {path} is not {link} any more: the peer has given the memory back")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        far = PeerMemory(fd, place, nbytes)
+        if os.readlink(f"/proc/self/fd/{fd}") != link or not 0 <= place.offset <= os.fstat(fd).st_size - nbytes:
+            raise PeerLostError(f"shm: {path} is not {nbytes} bytes of {link} from {place.offset} on")
+        # A write beyond the end of a file that became shorter would kill this process.
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransportError(f"shm: {path} is not sealed: its owner could make it shorter")
+        return far
+    except FileNotFoundError as error:
+        raise PeerLostError(f"shm: {path} is gone: the peer has ended or given the memory back") from error
+    except OSError as error:
+        raise TransportError(f"shm: {path} cannot be opened; have both processes the same user? {error}") from error
+
+
+def new_board(peer: Peer, number: int, nbytes: int) -> tuple[Buffer, bytes]:
+    """See :meth:`~disagg_kv.transports.SupportsBells.bell_board`; ``number`` is new among the files of this peer."""
+    try:
+        memory = SharedMemory(peer, number, nbytes)
+    except (OSError, OverflowError) as error:
+        raise RegistrationError(f"cannot allocate {nbytes} bytes of shared memory for bells: {error}") from error
+    board = BoardPlace(Process.own(), Place(number, memory.fd, 0), nbytes)
+    return Buffer(memory.addr, nbytes, "cpu", memory), pack(board)
+
+
+def open_board(peer: Peer, board: bytes) -> Buffer:
+    """The board of a peer of this host, mapped; errors are those of ``SupportsBells.open_bells``."""
+    there = unpack(board, BOARD)
+    if there.process.host != Process.own().host:
+        raise TransportError(f"bells ring within one host, and the peer's is {there.process.host!r}")
+    memory = open_memory(there.process, peer, there.place, there.nbytes)
+    memory.map()
+    assert memory.addr is not None
+    return Buffer(memory.addr, there.nbytes, "cpu", memory)
