@@ -7,15 +7,24 @@ from collections.abc import Mapping, Sequence
 from .. import arguments
 from ..errors import ConfigurationError, IncompatiblePeerError, TransportError
 from ..ids import Peer
-from .base import Capabilities, Lane, SupportsAllocate, SupportsLanes, SupportsMapping, Transport
+from .base import Capabilities, Lane, SupportsAllocate, SupportsBells, SupportsLanes, SupportsMapping, Transport
 from .descriptor import Descriptor, encode, pack
 from .lane_offers import JOIN, KIND, MOST_LANES, UNNUMBERED, Offer, is_combined, listed, read
-from .lanes import AllocatingMappingTransport, AllocatingTransport, CombinedTransport, MappingTransport
+from .lanes import (
+    AllocatingMappingTransport,
+    AllocatingTransport,
+    CombinedTransport,
+    MappingTransport,
+    RingingAllocatingTransport,
+    RingingTransport,
+)
 
 
 def combined(lanes: Sequence[Transport], left_out: Mapping[str, str] | None = None) -> CombinedTransport:
     """See :func:`combine`; of lanes that were checked, also of one, and with those that were left out."""
     allocates = any(isinstance(lane, SupportsAllocate) for lane in lanes)
+    if any(isinstance(lane, SupportsBells) for lane in lanes):
+        return (RingingAllocatingTransport if allocates else RingingTransport)(lanes, left_out)
     if any(isinstance(lane, SupportsMapping) for lane in lanes):
         return (AllocatingMappingTransport if allocates else MappingTransport)(lanes, left_out)
     return (AllocatingTransport if allocates else CombinedTransport)(lanes, left_out)

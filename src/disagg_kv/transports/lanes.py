@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from threading import Lock
 
+import msgspec
 import numpy as np
 from attrs import define, evolve, field, frozen
 
@@ -45,18 +46,20 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import (
+    Bells,
     Capabilities,
     Lane,
     LinkCost,
     PeerEvent,
     Settled,
     SupportsAllocate,
+    SupportsBells,
     SupportsMapping,
     Transport,
     WriteEnded,
 )
 from .connected import Connected
-from .descriptor import Descriptor, Region, encode, pack
+from .descriptor import Descriptor, Region, encode, pack, unpack
 from .lane_offers import JOIN, KIND, Offer, listed, read
 from .process import Home
 from .regions import RegionTable
@@ -96,6 +99,17 @@ class _Carrier:
         """Register with the lane what we call ``ids``."""
         self.ids.update(zip(ids, self.transport.register(buffers), strict=True))
         self.same = all(ours == its for ours, its in self.ids.items())
+
+
+@frozen
+class _Board:
+    """A board of bells, as a lane says it."""
+
+    lane: str
+    place: bytes
+
+
+_BOARD = msgspec.msgpack.Decoder(_Board)
 
 
 @frozen
@@ -490,6 +504,32 @@ class AllocatingTransport(CombinedTransport):
 
 class AllocatingMappingTransport(AllocatingTransport, MappingTransport):
     """With both."""
+
+
+class RingingTransport(MappingTransport):
+    """With lanes of which some have bells. The board is that of the first such lane, and rings over that lane alone."""
+
+    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsBells.bell_board`."""
+        self._check_open()
+        lane = next(lane for lane in self.lanes if isinstance(lane, SupportsBells))
+        buffer, place = lane.bell_board(nbytes)
+        return buffer, pack(_Board(lane.name, place))
+
+    def open_bells(self, peer: Peer, board: bytes) -> Bells:
+        """See :meth:`SupportsBells.open_bells`; if the peer's lane is the board's."""
+        self._check_open()
+        there, remote = unpack(board, _BOARD), self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"{self.name}: no peer {peer.hex()}")
+        lane = remote.carrier.transport
+        if lane.name != there.lane or not isinstance(lane, SupportsBells):
+            raise TransportError(f"the peer's bells ring over lane {there.lane!r}, and its lane is {lane.name!r}")
+        return lane.open_bells(remote.peer, there.place)
+
+
+class RingingAllocatingTransport(RingingTransport, AllocatingMappingTransport):
+    """With lanes that give memory, too."""
 
 
 def _longest(caps: Sequence[Capabilities]) -> float | None:

@@ -12,11 +12,11 @@ from disagg_kv.endpoints.decode.bells import BellBoard, BellWatch
 from disagg_kv.endpoints.runtime.mapping import BLOCK, BLOCK_BYTES
 from disagg_kv.errors import AbortedError, PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.ids import Epoch
+from disagg_kv.ids import Epoch, Peer
 from disagg_kv.memory import new_buffer
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.protocol.frames import WireBells
-from disagg_kv.transports import InprocTransport, ShmTransport
+from disagg_kv.transports import InprocTransport, ShmTransport, SupportsBells, combine
 from disagg_kv.transports.bells import SLOT_WORDS, HostBells, Record, heard, words_of
 from tests.support.rig import Memory, Request, Rig, tp_shards
 
@@ -319,6 +319,27 @@ def test_one_thread_of_two_takes_a_claim() -> None:
             elif step == "h":
                 held = watch.hold()
         assert concluded != held
+
+
+def test_bells_of_several_transports_ring_over_the_lane_of_the_board() -> None:
+    """And over no other one."""
+    here, there = (combine([ShmTransport(), InprocTransport()]) for _ in range(2))
+    other = combine([InprocTransport(), ShmTransport()])
+    assert isinstance(here, SupportsBells)
+    peer = here.connect(there.local_descriptor(), 5.0)
+    for owner in (there, other):
+        assert isinstance(owner, SupportsBells)
+        board, place = owner.bell_board(BLOCK_BYTES)
+        if owner is there:
+            here.open_bells(peer, place).ring(0, 1, (0, 1, 0, 1))
+            assert heard(words_of(board), 0, 1) == (0, 1, 0, 1)
+        else:
+            with pytest.raises(TransportError, match="ring over lane"):
+                here.open_bells(peer, place)
+    with pytest.raises(TransportError, match="no peer"):
+        here.open_bells(Peer(bytes(16)), place)
+    for one in (here, there, other):
+        one.close(0.0)
 
 
 def test_a_board_of_a_closed_peer_is_refused() -> None:
