@@ -23,9 +23,10 @@ from .lanes import (
 def combined(lanes: Sequence[Transport], left_out: Mapping[str, str] | None = None) -> CombinedTransport:
     """See :func:`combine`; of lanes that were checked, also of one, and with those that were left out."""
     allocates = any(isinstance(lane, SupportsAllocate) for lane in lanes)
-    if any(isinstance(lane, SupportsBells) for lane in lanes):
+    maps = any(isinstance(lane, SupportsMapping) for lane in lanes)
+    if maps and any(isinstance(lane, SupportsBells) for lane in lanes):
         return (RingingAllocatingTransport if allocates else RingingTransport)(lanes, left_out)
-    if any(isinstance(lane, SupportsMapping) for lane in lanes):
+    if maps:
         return (AllocatingMappingTransport if allocates else MappingTransport)(lanes, left_out)
     return (AllocatingTransport if allocates else CombinedTransport)(lanes, left_out)
 
