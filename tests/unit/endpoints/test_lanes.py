@@ -22,6 +22,7 @@ from disagg_kv.transports import (
     WriteEnded,
     combine,
     emulate,
+    registry,
 )
 from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
 from tests.unit.endpoints.test_streams import StreamKernels, StreamTransport
@@ -162,9 +163,9 @@ def test_sides_that_share_no_lane_are_refused_with_the_lanes_of_both() -> None:
 
 @pytest.mark.parametrize("kind", [PrefillEndpoint, DecodeEndpoint])
 def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
-    kind: type[PrefillEndpoint | DecodeEndpoint],
+    kind: type[PrefillEndpoint | DecodeEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is enough; of a list without any, each is named."""
+    """One is enough; of a list without any, each is named. Without a list it takes what starts here."""
 
     class Gpu(InprocTransport):
         name = "gpu"
@@ -177,7 +178,7 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
 
     number = count()
 
-    def make(transport: Transport | Sequence[Transport]) -> PrefillEndpoint | DecodeEndpoint:
+    def make(transport: Transport | Sequence[Transport] | None) -> PrefillEndpoint | DecodeEndpoint:
         return kind(
             PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4),
             transport=transport,
@@ -193,3 +194,8 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
     made = make([Gpu(), InprocTransport(), emulate(ShmTransport(), 1e9)])
     assert made.driver.loop.me.transport.name == "inproc+shm"
     made.close()
+    for name in ("nixl", "mooncake"):
+        monkeypatch.setitem(registry._registered, name, Far)
+    default = make(None)
+    assert default.driver.loop.me.transport.name == "shm+far"
+    default.close()
