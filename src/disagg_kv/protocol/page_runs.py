@@ -110,6 +110,8 @@ def tables_from_wire(wire: Sequence[WireTable], most: int) -> Mapping[GroupId, P
         RemoteProtocolError: they cannot be.
     """
     check_tables(wire, most)
+    if not whole(wire):
+        raise RemoteProtocolError("page tables without their pages")
     tables: dict[GroupId, PageTable] = {}
     for one in wire:
         numbers: I32 = np.frombuffer(one.pages, "<i4")

@@ -65,6 +65,8 @@ def test_page_tables_come_back_as_they_went_in_the_shorter_form(pages: tuple[int
         ((runs((-1, 3)),), "runs of pages -1 to 1"),
         ((runs((0, 9), (40, 9), (7, 9)),), "runs overlap"),
         ((runs((0, 90), (40, 9)),), "runs overlap"),
+        ((WireTable("all", 0, 9, 1, b""),), "without their pages"),
+        ((WireTable("all", 0, 9, 0, b""),), "without their pages"),
     ],
 )
 def test_a_page_table_that_cannot_be_is_the_peers_error(tables: tuple[WireTable, ...], why: str) -> None:
