@@ -31,7 +31,8 @@ a ``Decision`` says whether the engine of rank 0 has opened the room, and a foll
 - A room that begins while rank 0 is lost waits ``silence_s`` in the same way.
 
 Without any rank 0 a vote against a room ends it here at once: no success is possible any more, because this rank does
-not vote for the room again. The follower keeps the last ``tombstones`` of such votes for the next life of rank 0.
+not vote for the room again. The follower keeps the last ``tombstones`` of such votes for the next life of rank 0. If
+rank 0 was only silent and says that it still waits for another one, the follower votes against that room again.
 
 *Two lives of one rank.* The newest life of a rank counts. Rank 0 fails what an older life begins, and still takes the
 older one's votes on rooms that it had begun before.
@@ -233,7 +234,16 @@ class Agreement:
         """Followers: rank 0's answer."""
         name = RoomId(decision.room)
         pending = self._pending.get(name)
-        if pending is None or pending.vote.generation != decision.generation or Epoch(decision.src) != self._leader:
+        if Epoch(decision.src) != self._leader:
+            return []
+        if pending is None and decision.ok is None:
+            # Its vote was one too many while rank 0 was lost. Of what is decided rank 0 takes no other vote.
+            ended = Vote(
+                src=self._epoch, dst=self._leader, room=name, generation=decision.generation, ok=False,
+                reason=FORGOTTEN.reason,
+            )  # fmt: skip
+            return [Send(self._leader, ended)]
+        if pending is None or pending.vote.generation != decision.generation:
             return []
         if decision.ok is None:
             if decision.shared:

@@ -57,10 +57,20 @@ Bells = Annotated[bytes, Meta(max_length=1024)]
 LayerSums = Annotated[bytes, Meta(max_length=1 << 19)]
 """A checksum of eight bytes for every layer of a segment."""
 
+SLOWEST_S, LEAST_RATE, MOST_RATE = 1e9, 1.0, 1e18
 WirePace = tuple[
-    Annotated[float, Meta(gt=0, le=1e9)], Annotated[float, Meta(ge=1, le=1e18)], Annotated[float, Meta(ge=0, le=1e9)]
+    Annotated[float, Meta(gt=0, le=SLOWEST_S)],
+    Annotated[float, Meta(ge=LEAST_RATE, le=MOST_RATE)],
+    Annotated[float, Meta(ge=0, le=SLOWEST_S)],
 ]
 """A :class:`~disagg_kv.planning.Pace`: seconds per layer and token, bytes per second, seconds per group."""
+
+
+def wire_pace(layer_token_s: float, bytes_per_s: float, group_s: float) -> WirePace:
+    """What was measured, inside the bounds: a process that stood still, or two equal times, measure anything."""
+    rate = min(max(bytes_per_s, LEAST_RATE), MOST_RATE)
+    return min(layer_token_s, SLOWEST_S), rate, min(group_s, SLOWEST_S)
+
 
 WireBells = tuple[U, Count, U]
 """The first of consecutive slots of the receiver's board of bells, how many they are, and the value of the first."""

@@ -467,3 +467,30 @@ def test_another_life_of_rank_0_receives_the_votes_against_rooms_that_ended_with
     one.vote(key(3, RoomId(b"3")), False, "why", 1.0)
     assert outcomes(one.lost(E[0], 1.0)) == []
     assert votes(one.joined(E[4], Rank(0), 2.0)) == [(1, False), (2, None), (3, False)]
+
+
+def test_a_rank_0_that_was_only_silent_hears_again_of_rooms_whose_votes_were_too_many() -> None:
+    """It knows them as open since before; a decision that it has made stays as it is."""
+    rooms = [RoomId(bytes([n])) for n in range(3)]
+    zero, one = leader(2, Options(tombstones=1)), follower(options=Options(tombstones=1))
+    for n, room in enumerate(rooms, 1):
+        one.vote(key(n, room), None, "", 0.0)
+        zero.on_vote(vote(1, n, None, room), 0.0)
+    one.lost(E[0], 1.0)
+    for n, room in enumerate(rooms, 1):
+        one.vote(key(n, room), False, "because", 1.0)
+    assert votes(one.joined(E[0], Rank(0), 5.0)) == [(3, False)], "of the votes against rooms it keeps one"
+    assert zero.undecided == 3
+    for n, room in enumerate(rooms, 1):
+        (again,) = one.on_decision(decision(n, None, room=room), 5.0) or [Send(E[0], vote(1, n, False, room))]
+        assert isinstance(again, Send)
+        assert isinstance(again.frame, Vote)
+        assert decisions(zero.on_vote(again.frame, 5.0)) == [(E[1], n, False)]
+    assert zero.undecided == 0
+    zero.vote(key(9), None, "", 6.0)
+    zero.on_vote(vote(1, 8, True), 6.0)
+    zero.vote(key(9), True, "", 6.0)
+    (late,) = one.on_decision(decision(8, None), 7.0)
+    assert isinstance(late, Send)
+    assert isinstance(late.frame, Vote)
+    assert decisions(zero.on_vote(late.frame, 7.0)) == [(E[1], 8, True)], "the answer to a late frame changes nothing"

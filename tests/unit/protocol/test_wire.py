@@ -10,7 +10,15 @@ from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Shard, Site, 
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import wire as w
-from disagg_kv.protocol.frames import WireComponent, WireSite
+from disagg_kv.protocol.frames import (
+    LEAST_RATE,
+    MOST_RATE,
+    SLOWEST_S,
+    WireComponent,
+    WirePace,
+    WireSite,
+    wire_pace,
+)
 
 KV = CacheSpec.kv(4, 8, 16, "bfloat16", v_head_dim=8, v_dtype="int8", model=b"m")
 MIXED = CacheSpec(
@@ -90,3 +98,11 @@ def test_a_pool_whose_planes_leave_their_buffers_is_the_peers_error(change: dict
     there: WireSite = msgspec.structs.replace(w.site_to_wire(site(KV, mine)), **change)
     with pytest.raises(RemoteProtocolError, match="a pool that cannot be"):
         w.site_from_wire(there, KV, mine)
+
+
+@pytest.mark.parametrize("rate", [1e-9, 0.5, 1.0, 3e9, 1e18, 1e30])
+def test_any_pace_that_was_measured_can_be_sent(rate: float) -> None:
+    """A frame that its receiver refuses would be repeated until the room's deadline."""
+    sent = wire_pace(1e12, rate, 1e12)
+    assert sent == (SLOWEST_S, min(max(rate, LEAST_RATE), MOST_RATE), SLOWEST_S)
+    assert msgspec.convert(list(sent), WirePace) == sent

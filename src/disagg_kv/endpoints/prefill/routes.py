@@ -32,7 +32,7 @@ from ...planning import (
     check_tables,
 )
 from ...protocol import FlowPlan, Transfer, Verify
-from ...protocol.frames import Expect, WirePace
+from ...protocol.frames import Expect, WirePace, wire_pace
 from ...protocol.page_runs import tables_from_wire
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
 from ...transports import Bells, Lane
@@ -198,7 +198,7 @@ class Router:
 
     def _measured(self, lane: Lane) -> WirePace | None:
         pace = self._pace(lane.name)
-        return None if pace is None else (pace.layer_token_s, pace.bytes_per_s, pace.group_s)
+        return None if pace is None else wire_pace(pace.layer_token_s, pace.bytes_per_s, pace.group_s)
 
     def _groups(
         self,
