@@ -84,3 +84,26 @@ def gpu_busy(found: Found) -> str:
         for row in found["rows"]
     )
     return table([head, *rows])
+
+
+def gpu_launch(found: Found) -> str:
+    """A prepared copy that an engine's thread launches: the whole call, and the launch alone by both ways."""
+    cases = {(c["what"], c["beside"], c["cold"]): c["us"] for c in found["cases"]}
+    columns = (
+        ("whole", "EngineLaunches.launch"),
+        ("in parts", "the driver's call"),
+        ("in parts, by Triton's launcher", "Triton's launcher"),
+    )
+    rows = [
+        [
+            f"{beside}, {'after a sleep' if cold else 'at work'}",
+            *(
+                f"{cases[what, beside, cold][part]['p50']:,.0f} / {cases[what, beside, cold][part]['p95']:,.0f}"
+                for what, part in columns
+            ),
+        ]
+        for beside in dict.fromkeys(c["beside"] for c in found["cases"])
+        for cold in (False, True)
+    ]
+    head = ["us, p50 / p95; beside", "the engine's call", "of it the driver's call", "Triton's launcher instead"]
+    return table([head, *rows])
