@@ -76,9 +76,6 @@ from .succession import Succession, found_before
 
 log = logging.getLogger("disagg_kv")
 
-LOST_LINKS = 256
-"""Lost peers whose end may still be noticed; beyond it, only the operator's word about the oldest is evidence."""
-
 LOOKUPS, LINKS = 4, 32
 """Look-ups, and connections of the transport, that run at a time, apart from those that take long."""
 
@@ -470,9 +467,6 @@ class EventLoop:
             self.connections.give_up(lost.peer)
             self.side.on_lost(lost)
             self.remotes.pop(lost.peer, None)
-            idle = [epoch for epoch in self.connections.linked() if epoch not in self.remotes]
-            for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
-                self._unlink(epoch)
 
     def _on_unlink(self, epoch: Epoch) -> None:
         """No room uses a life: drop what there is for it but its entry in the table, if it has one still."""
