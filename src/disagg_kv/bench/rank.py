@@ -102,6 +102,7 @@ class Moved:
         groups: prefill: into how many groups the layers were cut.
         placed: decode: when its own rows were all in its pages.
         called: prefill: seconds of the call that makes the last rows final.
+        bells: decode: its engine knew of the end from bells.
     """
 
     began: float
@@ -115,6 +116,7 @@ class Moved:
     groups: int = 1
     placed: float = 0.0
     called: float = 0.0
+    bells: bool = False
 
 
 class PrefillRank:
@@ -149,7 +151,7 @@ class PrefillRank:
                 shards=shards,
                 slot_bytes=shape.slot_bytes,
                 slots=shape.slots,
-                options=_options(shape),
+                options=_options(shape, name),
                 schedule=_schedule(shape, name),
                 environment=Environment(thread=self.threaded),
                 **_how(shape, name),
@@ -271,7 +273,7 @@ class DecodeRank:
                 rank=setup.rank,
                 shards=shards,
                 ring_bytes=shape.ring_bytes,
-                options=_options(shape),
+                options=_options(shape, name),
                 **_how(shape, name),
             )
         plain = setup.plain
@@ -344,19 +346,22 @@ def _how(shape: TransferShape, name: str) -> _How:
     """An endpoint's arguments for one of the shape's runs."""
     if name == WIRE:
         return {"strategy": "staged", "kernels": Still()}
+    if name in (plain := {silent: of for of, silent in shape.silent.items()}):
+        return {"strategy": plain[name]}
     plain = {verified: of for of, verified in shape.verified.items()}
     return {"strategy": plain[name], "verify": shape.verify} if name in plain else {"strategy": name}
 
 
-def _options(shape: TransferShape) -> Options:
+def _options(shape: TransferShape, name: str) -> Options:
     """Silence is no end here: the benchmark sees when a rank ends, and a busy host may not let one speak in time."""
-    return Options(
-        silence_s=max(shape.timeout_s, Options().silence_s), total_s=shape.timeout_s, claim_s=shape.timeout_s
-    )
+    bells = 0 if name in shape.silent.values() else Options().bells
+    silence_s, most_s = max(shape.timeout_s, Options().silence_s), shape.timeout_s
+    return Options(silence_s=silence_s, total_s=most_s, claim_s=most_s, bells=bells)
 
 
 def _schedule(shape: TransferShape, name: str) -> Schedule | None:
     """In place of the one that a run's name chooses."""
+    name = name.partition(",")[0]
     if shape.group is None or name == WIRE or not isinstance(strategy(name).schedule, LayerPipelined):
         return None
     return LayerPipelined(fixed=shape.group)
@@ -456,4 +461,6 @@ def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, 
         raise handle.error
     r = handle.report
     counts = r.nbytes, r.descriptors, r.segments
-    return Moved(began, ended, dict(r.seconds), *counts, r.path, grants, max(1, r.groups), r.placed or ended)
+    return Moved(
+        began, ended, dict(r.seconds), *counts, r.path, grants, max(1, r.groups), r.placed or ended, bells=r.bells
+    )

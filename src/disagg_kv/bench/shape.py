@@ -44,6 +44,7 @@ class TransferShape:
         busy: during a transfer, each rank's engine thread runs Python code between two polls.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
+        without_bells: each strategy is measured once more without bells.
         repeats: measured transfers per strategy.
         timeout_s: what takes longer than this is a failure.
     """
@@ -73,6 +74,7 @@ class TransferShape:
     busy: bool = False
     wire_bytes_per_s: float | None = None
     verify: Verify = "off"
+    without_bells: bool = False
     repeats: int = 20
     timeout_s: float = 120.0
 
@@ -80,7 +82,17 @@ class TransferShape:
     def runs(self) -> tuple[str, ...]:
         """What each repeat moves, in this order."""
         wire = (WIRE,) if "staged" in self.strategies else ()
-        return (*self.strategies, *self.verified.values(), *wire)
+        return (*self.strategies, *self.again, *wire)
+
+    @property
+    def again(self) -> tuple[str, ...]:
+        """Runs of strategies in another way."""
+        return (*self.verified.values(), *self.silent.values())
+
+    @property
+    def silent(self) -> Mapping[str, str]:
+        """Per strategy the name of its run without bells, where there is one."""
+        return {name: f"{name}, without bells" for name in self.strategies} if self.without_bells else {}
 
     @property
     def verified(self) -> Mapping[str, str]:

@@ -57,6 +57,7 @@ class Measured:
             they copy nothing, if the path has them; else as in ``phases``.
         share_of_ceiling: the ceiling's median ``wire`` over that of ``wire_s``, both of the slowest rank.
         total_share_of_ceiling: of the whole transfer: ``gb_per_s`` over the ceiling's.
+        bells: share of the transfers of which decode's engine knew from bells.
     """
 
     path: str
@@ -67,6 +68,7 @@ class Measured:
     wire_s: Quantiles
     share_of_ceiling: float
     total_share_of_ceiling: float
+    bells: float
 
 
 @frozen
@@ -97,6 +99,7 @@ class TransferReport:
         ceiling: what the transport itself can do.
         ratio_staged_over_slice: speed of ``staged`` over that of ``slice``, where both were measured.
         verify_cost: per strategy the median total with verification over that without, where both were measured.
+        bells_gain: per strategy the median total without bells over that with them, where both were measured.
         machine: what it ran on.
     """
 
@@ -106,6 +109,7 @@ class TransferReport:
     ceiling: Ceiling
     ratio_staged_over_slice: float | None
     verify_cost: Mapping[str, float]
+    bells_gain: Mapping[str, float]
     machine: Machine = field(factory=Machine.here)
 
 
@@ -150,16 +154,16 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
     ceiling = Ceiling(len(explanation.pairs), wire, total, nbytes / total.p50 / 1e9)
     found = {
         name: _measured(runs[name], runs[WIRE if name == "staged" else name], nbytes, ceiling)
-        for name in (*shape.strategies, *shape.verified.values())
+        for name in (*shape.strategies, *shape.again)
     }
     ratio = None
     if {"staged", "slice"} <= found.keys():
         ratio = found["staged"].gb_per_s / found["slice"].gb_per_s
-    cost = {
-        name: found[verified].phases["total"].p50 / found[name].phases["total"].p50
-        for name, verified in shape.verified.items()
-    }
-    return TransferReport(shape, nbytes, found, ceiling, ratio, cost)
+
+    def compared(others: Mapping[str, str]) -> dict[str, float]:
+        return {name: found[o].phases["total"].p50 / found[name].phases["total"].p50 for name, o in others.items()}
+
+    return TransferReport(shape, nbytes, found, ceiling, ratio, compared(shape.verified), compared(shape.silent))
 
 
 @frozen
@@ -258,6 +262,7 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
         wire,
         ceiling.wire.p50 / wire.p50,
         speed / ceiling.gb_per_s,
+        sum(m.bells for _, decode in runs for m in decode) / sum(len(decode) for _, decode in runs),
     )
 
 

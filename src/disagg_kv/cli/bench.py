@@ -64,6 +64,9 @@ def transfer(
     slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a staging slot.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
     verify: Annotated[Verify, typer.Option(help="Measure each strategy once more with checksums.")] = "off",
+    without_bells: Annotated[
+        bool, typer.Option("--without-bells", help="Measure each strategy once more without bells.")
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
     as_json: JsonFlag = False,
@@ -98,6 +101,7 @@ def transfer(
         slot_bytes=slot_mib and slot_mib << 20,
         ring_bytes=ring_mib and ring_mib << 20,
         verify=verify,
+        without_bells=without_bells,
         repeats=repeats,
         timeout_s=timeout,
     )
@@ -152,6 +156,7 @@ def _table(report: TransferReport) -> Table:
     table.add_row("GB/s", *(f"{m.gb_per_s:.2f}" for m in each), f"{report.ceiling.gb_per_s:.2f}")
     table.add_row("share of ceiling, wire", *(f"{m.share_of_ceiling:.0%}" for m in each), "100%")
     table.add_row("share of ceiling, total", *(f"{m.total_share_of_ceiling:.0%}" for m in each), "100%")
+    table.add_row("known from bells", *(f"{m.bells:.0%}" for m in each), "")
     table.add_row("writes", *(f"{m.descriptors:,}" for m in each), f"{report.ceiling.writes:,}")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -164,6 +169,8 @@ def _verdict(report: TransferReport) -> Text:
         line += f"; staged is {report.ratio_staged_over_slice:.2f} times as fast as slice"
     for name, cost in report.verify_cost.items():
         line += f"; {name} takes {cost:.2f} times as long with verify {report.shape.verify}"
+    for name, gain in report.bells_gain.items():
+        line += f"; {name} takes {gain:.2f} times as long without bells"
     return Text(f"OK: {line} ({report.machine.cpu}, {report.machine.cores} cores, commit {report.machine.commit})")
 
 

@@ -148,3 +148,16 @@ def test_verification_is_measured_beside_the_same_without(capsys: pytest.Capture
     assert found["verify_cost"] == {"staged": pytest.approx(verified["total"]["p50"] / plain["total"]["p50"])}
     assert run([*SMALL, "--transport", "inproc", "--prefill-tp", "1", "--verify", "sampled"]) == 0
     assert "slice takes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_bells_are_measured_beside_the_same_without(capsys: pytest.CaptureFixture[str]) -> None:
+    """Decode's engine knows from bells only where they may ring."""
+    found = bench(
+        capsys, "--transport", "inproc", "--prefill-tp", "2", "--decode-tp", "1", "--strategies", "mapped",
+        "--without-bells",
+    )  # fmt: skip
+    assert list(found["strategies"]) == ["mapped", "mapped, without bells"]
+    heard, silent = found["strategies"].values()
+    assert silent["bells"] == 0 <= heard["bells"] <= 1
+    gain = silent["phases"]["total"]["p50"] / heard["phases"]["total"]["p50"]
+    assert found["bells_gain"] == {"mapped": pytest.approx(gain)}
