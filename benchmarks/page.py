@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.convert_tables import converted
 from benchmarks.engine_tables import sglang, vllm
 from benchmarks.fleet_tables import fleet, links, scale
-from benchmarks.mapped_tables import gpu_busy, gpu_launch, gpu_mapped, gpu_proof
+from benchmarks.mapped_tables import bells, gpu_busy, gpu_launch, gpu_mapped, gpu_proof
 from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
@@ -537,6 +537,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h100_convert.json": converted,
     "h100_mapped.json": gpu_mapped,
     "h100_mapped_proof.json": gpu_proof,
+    "cpu_bells.json": bells,
     "h100_busy.json": gpu_busy,
     "h100_launch.json": gpu_launch,
     "h200_peer.json": gpu_peer,

@@ -39,6 +39,9 @@ LOOK_S = 0.0005
 SELDOM_S = 0.002
 """The same where the end is not measured: each look takes time from the ranks that still work."""
 
+BELLS = 512
+"""Blocks of slots of a decode rank that has bells."""
+
 BUSY_S = 0.001
 """Seconds of Python code between two polls of an engine thread that is busy."""
 
@@ -346,7 +349,7 @@ def _how(shape: TransferShape, name: str) -> _How:
     """An endpoint's arguments for one of the shape's runs."""
     if name == WIRE:
         return {"strategy": "staged", "kernels": Still()}
-    if name in (plain := {silent: of for of, silent in shape.silent.items()}):
+    if name in (plain := {belled: of for of, belled in shape.belled.items()}):
         return {"strategy": plain[name]}
     plain = {verified: of for of, verified in shape.verified.items()}
     return {"strategy": plain[name], "verify": shape.verify} if name in plain else {"strategy": name}
@@ -354,7 +357,7 @@ def _how(shape: TransferShape, name: str) -> _How:
 
 def _options(shape: TransferShape, name: str) -> Options:
     """Silence is no end here: the benchmark sees when a rank ends, and a busy host may not let one speak in time."""
-    bells = 0 if name in shape.silent.values() else Options().bells
+    bells = BELLS if name in shape.belled.values() else 0
     silence_s, most_s = max(shape.timeout_s, Options().silence_s), shape.timeout_s
     return Options(silence_s=silence_s, total_s=most_s, claim_s=most_s, bells=bells)
 

@@ -44,7 +44,7 @@ class TransferShape:
         busy: during a transfer, each rank's engine thread runs Python code between two polls.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
-        without_bells: each strategy is measured once more without bells.
+        bells: each strategy is measured once more with bells.
         repeats: measured transfers per strategy.
         timeout_s: what takes longer than this is a failure.
     """
@@ -74,7 +74,7 @@ class TransferShape:
     busy: bool = False
     wire_bytes_per_s: float | None = None
     verify: Verify = "off"
-    without_bells: bool = False
+    bells: bool = False
     repeats: int = 20
     timeout_s: float = 120.0
 
@@ -87,12 +87,12 @@ class TransferShape:
     @property
     def again(self) -> tuple[str, ...]:
         """Runs of strategies in another way."""
-        return (*self.verified.values(), *self.silent.values())
+        return (*self.verified.values(), *self.belled.values())
 
     @property
-    def silent(self) -> Mapping[str, str]:
-        """Per strategy the name of its run without bells, where there is one."""
-        return {name: f"{name}, without bells" for name in self.strategies} if self.without_bells else {}
+    def belled(self) -> Mapping[str, str]:
+        """Per strategy the name of its run with bells, where there is one."""
+        return {name: f"{name}, bells" for name in self.strategies} if self.bells else {}
 
     @property
     def verified(self) -> Mapping[str, str]:

@@ -163,7 +163,8 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
     def compared(others: Mapping[str, str]) -> dict[str, float]:
         return {name: found[o].phases["total"].p50 / found[name].phases["total"].p50 for name, o in others.items()}
 
-    return TransferReport(shape, nbytes, found, ceiling, ratio, compared(shape.verified), compared(shape.silent))
+    gains = {name: 1 / cost for name, cost in compared(shape.belled).items()}
+    return TransferReport(shape, nbytes, found, ceiling, ratio, compared(shape.verified), gains)
 
 
 @frozen

@@ -64,9 +64,7 @@ def transfer(
     slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a staging slot.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
     verify: Annotated[Verify, typer.Option(help="Measure each strategy once more with checksums.")] = "off",
-    without_bells: Annotated[
-        bool, typer.Option("--without-bells", help="Measure each strategy once more without bells.")
-    ] = False,
+    bells: Annotated[bool, typer.Option("--bells", help="Measure each strategy once more with bells.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
     as_json: JsonFlag = False,
@@ -101,7 +99,7 @@ def transfer(
         slot_bytes=slot_mib and slot_mib << 20,
         ring_bytes=ring_mib and ring_mib << 20,
         verify=verify,
-        without_bells=without_bells,
+        bells=bells,
         repeats=repeats,
         timeout_s=timeout,
     )

@@ -154,10 +154,10 @@ def test_bells_are_measured_beside_the_same_without(capsys: pytest.CaptureFixtur
     """Decode's engine knows from bells only where they may ring."""
     found = bench(
         capsys, "--transport", "inproc", "--prefill-tp", "2", "--decode-tp", "1", "--strategies", "mapped",
-        "--without-bells",
+        "--bells",
     )  # fmt: skip
-    assert list(found["strategies"]) == ["mapped", "mapped, without bells"]
-    heard, silent = found["strategies"].values()
+    assert list(found["strategies"]) == ["mapped", "mapped, bells"]
+    silent, heard = found["strategies"].values()
     assert silent["bells"] == 0 <= heard["bells"] <= 1
     gain = silent["phases"]["total"]["p50"] / heard["phases"]["total"]["p50"]
     assert found["bells_gain"] == {"mapped": pytest.approx(gain)}

@@ -33,7 +33,7 @@ def scene(
     memory: Memory | None = None,
 ) -> tuple[Rig, Request]:
     """A room whose ranks know each other, and of which nothing was sent yet."""
-    rig = Rig(SPEC, options=options)
+    rig = Rig(SPEC, options=options or Options(bells=512))
     of = memory or Memory()
     prefills = rig.prefill(tp_shards(SPEC, prefill_tp), memory=of, strategy=strategy)
     decodes = rig.decode(tp_shards(SPEC, 1), memory=of, strategy=strategy)
