@@ -13,9 +13,10 @@ is None), and another one when it knows its own outcome. It repeats the latest v
 rank 0 has acknowledged an open room, it repeats rarely. Until the decision, an abort, a deadline or the engine may turn
 a success vote into a failure vote. A failure never becomes a success.
 
-*Decisions.* Rank 0 decides failure at the first vote against the room, or when it loses a rank whose success it does
-not have. It decides success when it has the success of every rank. It sends each decision once to every rank that has
-voted, and again as the answer to every later vote. A decision never changes.
+*Decisions.* Rank 0 decides failure at the first vote against the room, when it loses a rank whose success it does not
+have, or when it has lost every rank that has opened the room. It decides success when it has the success of every rank.
+It sends each decision once to every rank that has voted, and again as the answer to every later vote. A decision never
+changes.
 
 *Memory.* Rank 0 never forgets an undecided room. Of decided rooms it remembers ``tombstones`` by id. A decided room
 that some rank has not opened stays for at least ``silence_s``, so that this rank fails at once when it opens the room.
@@ -170,7 +171,7 @@ class Agreement:
             return out
         if self._rank == 0:
             for name, room in list(self._rooms.items()):
-                if room.decided is None and not room.votes.get(rank, False):
+                if room.decided is None and not (room.votes.get(rank, False) and self._awaited(room)):
                     out += self._decide(name, room, Decided(False, self._lost(rank)), now)
         elif rank == 0:
             self._leader, self._leader_lost = None, True
@@ -358,6 +359,10 @@ class Agreement:
             elif use.epoch in self._ranks:
                 out.append(self._decision(name, use, decided))
         return out
+
+    def _awaited(self, room: _Room) -> bool:
+        """Whether a rank that has opened a room is there still."""
+        return any(rank == self._rank or use.epoch in self._ranks for rank, use in room.uses.items())
 
     def _forget(self, now: float) -> None:
         """Bound what is remembered by id of decided rooms that every rank has opened, or none opens any more."""

@@ -494,3 +494,15 @@ def test_a_rank_0_that_was_only_silent_hears_again_of_rooms_whose_votes_were_too
     assert isinstance(late, Send)
     assert isinstance(late.frame, Vote)
     assert decisions(zero.on_vote(late.frame, 7.0)) == [(E[1], 8, True)], "the answer to a late frame changes nothing"
+
+
+def test_a_room_that_only_lost_ranks_have_opened_has_failed() -> None:
+    """Nobody waits for it, and rank 0 would never forget it: its engine may not open it any more."""
+    one = leader(3)
+    one.on_vote(vote(1, 1, True), 0.0)
+    one.on_vote(vote(2, 2, True), 0.0)
+    assert decisions(one.lost(E[1], 1.0)) == []
+    assert one.undecided == 1, "rank 2 waits for rank 0"
+    assert one.lost(E[2], 2.0) == []
+    assert one.undecided == 0
+    assert outcomes(one.vote(key(3), None, "", 3.0)) == [(3, False)]
