@@ -124,5 +124,5 @@ def gpu_launch(found: Found) -> str:
         for beside in dict.fromkeys(c["beside"] for c in found["cases"])
         for cold in (False, True)
     ]
-    head = ["us, p50 / p95; beside", "the engine's call", "of it the driver's call", "Triton's launcher instead"]
+    head = ["us, p50 / p95; beside", "the engine's call", "the driver's call alone", "Triton's launcher alone"]
     return table([head, *rows])

@@ -4,6 +4,9 @@ Triton's launcher gives the interpreter away while it calls the driver. A thread
 for ``sys.getswitchinterval()``, 5 ms. So a launch beside a busy engine costs milliseconds, and the driver's own call,
 which keeps the interpreter, a tenth of one: ``benchmarks/gpu_launch.py`` measures both.
 
+The call waits while the driver's queue of launches is full. What it waits for runs on the GPU, unless an engine has
+enqueued a host function that needs the interpreter: torch enqueues none.
+
 The driver's call needs what the compiler made of the kernel's parameters, and nothing promises that. So the driver is
 asked where each parameter lies (``cuFuncGetParamInfo``, CUDA 12.4). Where that is not what :func:`driver_entry`
 expects, or where the kernel wants more than a plain launch gives, Triton's launcher is used.

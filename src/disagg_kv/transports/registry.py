@@ -148,6 +148,27 @@ def _auto(device: str, options: Mapping[str, Mapping[str, object]]) -> Transport
     """What starts of :data:`AUTO_LANES`; the others stay in ``left_out``."""
     near, *networks = _lanes_for(device)
     made, left_out = _started([near], options, options)
+    try:
+        made, left_out = _with_network(made, left_out, networks, device, options)
+        if not made:
+            raise ConfigurationError(f"transport 'auto': none starts for memory on {device!r}: {listed(left_out)}")
+    except BaseException:
+        for one in made:
+            one.close(0.0)
+        raise
+    result = combined(check_lanes(made, "lanes"), left_out)
+    log.info("transport 'auto' for memory on %r: %s", device, said_name(result))
+    return result
+
+
+def _with_network(
+    made: list[Transport],
+    left_out: dict[str, str],
+    networks: Sequence[str],
+    device: str,
+    options: Mapping[str, Mapping[str, object]],
+) -> tuple[list[Transport], dict[str, str]]:
+    """Also the first of some networks that starts and moves memory on the device."""
     network = ""
     for lane in networks:
         if network:
@@ -160,11 +181,7 @@ def _auto(device: str, options: Mapping[str, Mapping[str, object]]) -> Transport
             made.pop().close(0.0)
         elif found:
             network = lane
-    if not made:
-        raise ConfigurationError(f"transport 'auto': none starts for memory on {device!r}: {listed(left_out)}")
-    result = combined(check_lanes(made, "lanes"), left_out)
-    log.info("transport 'auto' for memory on %r: %s", device, said_name(result))
-    return result
+    return made, left_out
 
 
 def _device_options(lane: str, device: str) -> dict[str, object]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.errors import ConfigurationError, MissingDependencyError, UnknownNameError
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.ids import Ticket
+from disagg_kv.memory import PagedPool
+from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import (
     InprocTransport,
     ShmTransport,
@@ -198,3 +205,35 @@ def test_auto_needs_something_that_moves_the_pools_memory() -> None:
         transport("auto", device="cuda:1")
     with pytest.raises(UnknownNameError, match="unknown device 'tpu'"):
         transport("auto", device="tpu")
+
+
+def test_what_was_started_is_closed_where_no_caller_gets_it() -> None:
+    """A wrong option of a later lane, and an endpoint that is refused."""
+    closed: list[str] = []
+
+    class Near(InprocTransport):
+        def close(self, drain_s: float) -> Sequence[Ticket]:
+            closed.append(self.name)
+            return super().close(drain_s)
+
+    register_transport("shm", Near)
+    register_transport("mooncake", not_here)
+    register_transport("nixl", Other)
+    with pytest.raises(ConfigurationError, match="unknown option"):
+        transport("auto", nixl={"wrong": 1})
+    assert closed == ["inproc"]
+    register_transport("nixl", not_here)
+    spec = CacheSpec.kv(1, 1, 8, "int8")
+    pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=2)
+    channel, found = InprocChannel(Hub(), "here"), StaticRendezvous()
+    try:
+        with pytest.raises(UnknownNameError, match="nope"):
+            PrefillEndpoint(pool=pool, channel=channel, rendezvous=found, instance="p", strategy="nope")
+        with pytest.raises(ConfigurationError, match="verify"):
+            DecodeEndpoint(pool=pool, channel=channel, rendezvous=found, instance="d", verify="some")  # type: ignore[arg-type]
+        assert closed == ["inproc"] * 3
+        with pytest.raises(ConfigurationError, match="instance"):
+            PrefillEndpoint(pool=pool, channel=channel, rendezvous=found, instance="")
+        assert closed == ["inproc"] * 3, "nothing was started"
+    finally:
+        channel.close()

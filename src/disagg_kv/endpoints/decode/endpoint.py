@@ -98,38 +98,39 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         parts = Parts(
             pool, transport, channel, rendezvous, instance, rank, shards, options, kernels, observer, environment
         )
-        check_verify(verify)
-        self._verify: Verify = verify
-        if arrivals_per_poll is not None:
-            arrivals_per_poll = arguments.count(arrivals_per_poll, "arrivals_per_poll", least=1)
-        chosen = named(strategy)
-        self._selection = chosen.selection
-        carrier = parts.transport
-        usable, exposed = _usable(chosen.path, pool, carrier)
-        limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
-        device = pool.buffers[0].device
-        if ring_bytes is None:
-            ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
-        self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
-        movers = ready_kernels(pool, kernels)
-        self._ring = ring = made_by(allocator, ring_bytes)
-        self._staging = memory = new_staging(carrier, ring_bytes, device)
-        queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
-        ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
-        alone = len(parts.shards) == 1 and verify == "off"
-        board, place = new_board(carrier, parts.options.bells if alone else 0, usable)
-        me = attrs.evolve(
-            parts.info("decode", regions, usable),
-            bells=place,
-            ring_region=ring_region,
-            ring_bytes=ring_bytes,
-            lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
-        )
+        with parts:
+            check_verify(verify)
+            self._verify: Verify = verify
+            if arrivals_per_poll is not None:
+                arrivals_per_poll = arguments.count(arrivals_per_poll, "arrivals_per_poll", least=1)
+            chosen = named(strategy)
+            self._selection = chosen.selection
+            carrier = parts.transport
+            usable, exposed = _usable(chosen.path, pool, carrier)
+            limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
+            device = pool.buffers[0].device
+            if ring_bytes is None:
+                ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
+            self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
+            movers = ready_kernels(pool, kernels)
+            self._ring = ring = made_by(allocator, ring_bytes)
+            self._staging = memory = new_staging(carrier, ring_bytes, device)
+            queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
+            ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
+            alone = len(parts.shards) == 1 and verify == "off"
+            board, place = new_board(carrier, parts.options.bells if alone else 0, usable)
+            me = attrs.evolve(
+                parts.info("decode", regions, usable),
+                bells=place,
+                ring_region=ring_region,
+                ring_bytes=ring_bytes,
+                lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
+            )
 
-        def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
-            return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board)
+            def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
+                return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board)
 
-        super().__init__(parts, me, side, arrivals_per_poll)
+            super().__init__(parts, me, side, arrivals_per_poll)
         self._commands = PostedCommands(self._loop, self._side, self._admission)
 
     def open(

@@ -96,38 +96,39 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         parts = Parts(
             pool, transport, channel, rendezvous, instance, rank, shards, options, kernels, observer, environment
         )
-        if schedule is not None:
-            arguments.methods(schedule, "schedule", "a schedule", "groups")
-            arguments.attributes(schedule, "schedule", "a schedule", "name")
-        self._slots = arguments.count(slots, "slots", least=1)
-        check_verify(verify)
-        chosen = named(strategy)
-        usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
-        carrier = parts.transport
-        check_mapping(chosen.path, usable, carrier)
-        self._schedule = chosen.schedule if schedule is None else schedule
-        self._uses = frozenset(arguments.several(uses, "uses", Feature))
-        device = pool.buffers[0].device
-        if slot_bytes is None:
-            slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
-        self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
-        movers = ready_kernels(pool, kernels)
-        self._staging = staging = new_staging(carrier, staging_slots(self._slots, slot_bytes), device)
-        *regions, staged = carrier.register([*pool.buffers, staging])
-        pools = ReadPools(pool, movers)
-        known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
-        me = parts.info("prefill", regions, usable)
-        me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=pools.warm, conversions=known)
+        with parts:
+            if schedule is not None:
+                arguments.methods(schedule, "schedule", "a schedule", "groups")
+                arguments.attributes(schedule, "schedule", "a schedule", "name")
+            self._slots = arguments.count(slots, "slots", least=1)
+            check_verify(verify)
+            chosen = named(strategy)
+            usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
+            carrier = parts.transport
+            check_mapping(chosen.path, usable, carrier)
+            self._schedule = chosen.schedule if schedule is None else schedule
+            self._uses = frozenset(arguments.several(uses, "uses", Feature))
+            device = pool.buffers[0].device
+            if slot_bytes is None:
+                slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
+            self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
+            movers = ready_kernels(pool, kernels)
+            self._staging = staging = new_staging(carrier, staging_slots(self._slots, slot_bytes), device)
+            *regions, staged = carrier.register([*pool.buffers, staging])
+            pools = ReadPools(pool, movers)
+            known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
+            me = parts.info("prefill", regions, usable)
+            me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=pools.warm, conversions=known)
 
-        def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
-            throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
-            mapping = loop.connections.mapping
-            pages = loop.options.request_pages
-            router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping, pages, loop.lane)
-            self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
-            return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
+            def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
+                throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
+                mapping = loop.connections.mapping
+                pages = loop.options.request_pages
+                router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping, pages, loop.lane)
+                self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
+                return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 
-        super().__init__(parts, me, side)
+            super().__init__(parts, me, side)
         launches = EngineLaunches(movers, self._loop.clock)
         self._commands = PostedCommands(self._loop, self._side, self._admission, launches)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
 from weakref import ref
 
 from ... import arguments
@@ -109,7 +110,6 @@ class Parts:
         if observer is not None:
             arguments.methods(observer, "observer", "an observer", "span", "count")
         self.pool = pool
-        self.transport = carrier(transport, pool.buffers[0].device)
         self.channel = channel
         self.rendezvous = rendezvous
         self.instance = arguments.text(instance, "instance", least=1, most=256)
@@ -120,6 +120,19 @@ class Parts:
         self.observer: Observer = Silent() if observer is None else observer
         environment = Environment() if environment is None else environment
         self.environment = arguments.one(environment, "environment", Environment)
+        # Last: what starts here has threads and ports, and is closed where an endpoint is refused later.
+        self._ours = transport is None
+        self.transport = carrier(transport, pool.buffers[0].device)
+
+    def __enter__(self) -> Parts:
+        """An error inside closes the transport, if no caller has it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._ours:
+            self.transport.close(0.0)
 
     def info(self, role: Role, regions: Sequence[RegionId], paths: tuple[TransferPlanner, ...]) -> EndpointInfo:
         """How an endpoint introduces itself, without the fields of one side."""

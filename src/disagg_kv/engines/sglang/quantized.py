@@ -18,8 +18,17 @@ Scales = tuple[float, ...]
 LAYER = "RadixAttention"
 """Class of SGLang's attention layers. With MLA several have one number."""
 
-WITHOUT = ("TorchNativeAttnBackend",)
-"""Classes of attention backends that store and load numbers as if all scales were 1."""
+SCALING = (
+    "TritonAttnBackend",
+    "FlashInferAttnBackend",
+    "FlashAttentionBackend",
+    "TRTLLMHAAttnBackend",
+)
+"""Classes of attention backends that divide by the scales before they store, and multiply when they load.
+
+Others store and load as if all scales were 1, always (torch_native, torch_flex, wave) or for some element types
+(intel_amx), or are not examined.
+"""
 
 
 def scales_of(
@@ -50,8 +59,8 @@ def scales_of(
         if len(of) != 1:
             raise ConfigurationError(f"layer {number}: {len(of) or 'no'} attention layers with scales of their own")
     kept = [next(iter(of)) for of in found.values()]
-    parts = (backend, *(getattr(backend, f"{side}_backend", None) for side in ("prefill", "decode")))
-    unused = [name for name in (type(one).__name__ for one in parts) if name in WITHOUT]
+    sides = [one for side in ("prefill", "decode") if (one := getattr(backend, f"{side}_backend", None)) is not None]
+    unused = [name for name in (type(one).__name__ for one in sides or [backend]) if name not in SCALING]
     if any(one != ((), ()) for one in kept) and (unused or latent):
         what = f"the attention backend {unused[0]}" if unused else "MLA"
         raise UnsupportedError(f"scales of a float8 cache other than 1, with {what}, are not supported yet")

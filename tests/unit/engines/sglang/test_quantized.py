@@ -23,15 +23,21 @@ class TorchNativeAttnBackend:
     """A backend known by its class name."""
 
 
+class TritonAttnBackend:
+    """One that uses scales."""
+
+
 def of(*modules: Any, **given: Any) -> list[Any]:
     """The scales of a model with two layers."""
-    what = {"dtype": "float8_e4m3fn", "layers": 2, "heads": 2, "tp": 1, "latent": False, "backend": object()}
+    what = {"dtype": "float8_e4m3fn", "layers": 2, "heads": 2, "tp": 1, "latent": False, "backend": TritonAttnBackend()}
     return scales_of(modules, **{**what, **given})
 
 
 def test_scales_are_read_of_the_layers() -> None:
     """Numbers, or parameters of torch; a layer without any stores numbers as they are, as one does whose scale is 1."""
     assert of(object(), RadixAttention(1, torch.tensor(0.5), 2.0), RadixAttention(0)) == [((), ()), ((0.5,), (2.0,))]
+    both = SimpleNamespace(prefill_backend=TritonAttnBackend(), decode_backend=TritonAttnBackend())
+    assert of(RadixAttention(0), RadixAttention(1, 2.0, 2.0), backend=both) == [((), ()), ((2.0,), (2.0,))]
     assert of(RadixAttention(0, 1.0, 1.0), RadixAttention(1, torch.tensor([3.0, 4.0]), 1)) == [
         ((), ()),
         ((3.0, 4.0), ()),
@@ -72,7 +78,11 @@ def test_a_layer_of_another_version_without_the_attribute_is_refused_by_name() -
     ("given", "words"),
     [
         ({"backend": TorchNativeAttnBackend()}, "the attention backend TorchNativeAttnBackend"),
-        ({"backend": SimpleNamespace(decode_backend=TorchNativeAttnBackend())}, "the attention backend TorchNative"),
+        (
+            {"backend": SimpleNamespace(prefill_backend=TritonAttnBackend(), decode_backend=TorchNativeAttnBackend())},
+            "the attention backend TorchNative",
+        ),
+        ({"backend": SimpleNamespace()}, "the attention backend SimpleNamespace"),
         ({"latent": True}, "MLA"),
     ],
 )
