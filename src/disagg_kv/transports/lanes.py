@@ -67,11 +67,15 @@ from .regions import RegionTable
 
 @define(eq=False)
 class _Carrier:
-    """A lane, what it calls our regions (``same``: as we do), and which of its tickets are not quiet."""
+    """A lane, what it calls our regions (``same``: as we do), and which of its tickets are not quiet.
+
+    ``offered``: a descriptor of ours has offered it, so peers may write over it, whatever becomes of it here.
+    """
 
     transport: Transport
     out: str = ""
     failed: bool = False
+    offered: bool = False
     same: bool = True
     ids: dict[RegionId, RegionId] = field(factory=dict)
     tickets: dict[Ticket, Ticket] = field(factory=dict)
@@ -244,6 +248,7 @@ class CombinedTransport:
         offers = [Offer(name, refused=why[:500]) for name, why in self.left_out.items()]
         for one in self._carriers:
             descriptor = b"" if one.out else one.transport.local_descriptor()
+            one.offered = one.offered or bool(descriptor)
             offers.append(Offer(one.name, descriptor, one.numbers(), one.out[:500]))
         return encode(Descriptor(KIND, self._me, self._table.serial, regions, pack(tuple(offers))))
 
@@ -283,16 +288,23 @@ class CombinedTransport:
             except DisaggKVError as error:
                 refusals[carrier.name] = error
                 continue
-            lane = self._described(carrier, [one for one, _ in mine], refusals)
+            theirs = [one for one in self._carriers if self._may_be_used(one, offers)]
+            lane = self._described(carrier, theirs, refusals)
             numbers = {RegionId(a): RegionId(b) for a, b in offer.numbers} or None
             sources = frozenset(region.id for region in remote.regions if not region.blob)
-            self._peers.add(peer, _Remote(remote.serial, carrier, its, numbers, sources, lane, len(mine) == 1))
+            self._peers.add(peer, _Remote(remote.serial, carrier, its, numbers, sources, lane, len(theirs) == 1))
             with self._owning:
                 self._owners |= {(one.name, name): peer for one, name in mine}
             return peer
         if known is None:
             self._disown(peer)
         raise self._unreached(peer, offers, refusals)
+
+    @staticmethod
+    def _may_be_used(carrier: _Carrier, offers: Mapping[str, Offer]) -> bool:
+        """Whether a peer may write over a lane, or we to it: also one that failed here after it was offered."""
+        offer = offers.get(carrier.name)
+        return offer is not None and bool(offer.descriptor) and (carrier.offered or not carrier.out)
 
     def _claim(
         self, peer: Peer, offers: Mapping[str, Offer], refusals: dict[str, DisaggKVError]

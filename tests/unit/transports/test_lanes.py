@@ -353,3 +353,29 @@ def test_a_lane_that_cannot_be_closed_keeps_no_other_open() -> None:
         InprocTransport().connect(last.local_descriptor(), 0.0)
     with pytest.raises(TransportError, match="is closed"):
         ends(both)
+
+
+def test_a_lane_that_has_failed_since_a_peer_was_told_of_it_still_delays_that_peers_end() -> None:
+    """The peer may still write over it, so what the other lane says of the peer's end is no fence."""
+
+    class Late(Broken):
+        caps = attrs.evolve(Broken.caps, drain_s=30.0)
+
+    late = Late()
+    ours, theirs = combine([InprocTransport(), late]), combine([Late(), InprocTransport()])
+    assert isinstance(ours, CombinedTransport)
+    told = ours.local_descriptor()
+    late.broken = True
+    ours.poll()
+    peer = ours.connect(theirs.local_descriptor(), 1.0)
+    assert theirs.connect(told, 1.0) == ours.peer_of(told)
+    assert ours.lane(peer).name == "inproc"
+    assert ours.lane(peer).caps.drain_s == 30.0
+    theirs.close(0.0)
+    assert ours.poll() == [PeerEvent(peer, None, fenced=False)]
+    fresh, other = combine([InprocTransport(), Late()]), combine([Late(), InprocTransport()])
+    assert isinstance(fresh, CombinedTransport)
+    fresh._carriers[1].transport.broken = True  # type: ignore[attr-defined]
+    fresh.poll()
+    peer = fresh.connect(other.local_descriptor(), 1.0)
+    assert fresh.lane(peer).caps.drain_s == 0.0, "nobody was told of the lane"

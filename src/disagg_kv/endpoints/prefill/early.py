@@ -19,11 +19,15 @@ SHARE = 4
 
 @define(eq=False)
 class _Early:
-    """What a peer awaits. ``data``: what came of its page tables in parts; ``gap``: where a part was missing."""
+    """What a peer awaits. ``data``: what came of its page tables in parts; ``gap``: where a part was missing.
+
+    ``opened``: its room was open when it came.
+    """
 
     expect: Expect
     until: float
     size: int
+    opened: bool
     data: bytearray = field(factory=bytearray)
     gap: int = -1
 
@@ -42,6 +46,9 @@ class EarlyArrivals:
     """At most ``options.parked``, which name ``options.parked_pages`` pages together: peers decide how large one is.
 
     One peer takes at most a quarter of either while others are known, so that none keeps the others out.
+
+    Open rooms whose page tables are still to come are apart from these, as their number is that of open rooms. All of
+    them together name ``options.parked_pages`` pages, too. One of each peer may always come, so each goes on.
     """
 
     def __init__(self, options: Options) -> None:
@@ -49,9 +56,10 @@ class EarlyArrivals:
         # Each waits equally long, and one that comes again goes to the end: in the order in which they expire.
         self._waiting: OrderedDict[tuple[RoomId, Epoch], _Early] = OrderedDict()
         self._by_room: dict[RoomId, dict[Epoch, None]] = {}
-        self._pages = 0
+        self._parked = self._pages = self._opened_pages = 0
         self._held: Counter[Epoch] = Counter()
         self._held_pages: Counter[Epoch] = Counter()
+        self._opened: Counter[Epoch] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -68,28 +76,42 @@ class EarlyArrivals:
             expect: what a peer awaits.
             until: when it is forgotten; later than all that were added before.
             alone: no other peer is known.
-            opened: it waits only for its page tables; the number of such is that of open rooms.
+            opened: it waits only for its page tables.
         """
         room, peer = RoomId(expect.room), Epoch(expect.src)
         before = self._pop(room, peer)
-        most, most_pages, pages = self._options.parked, self._options.parked_pages, _pages(expect)
-        if (len(self._waiting) >= most and not opened) or self._pages + pages > most_pages:
+        if not (self._may_open(expect, peer) if opened else self._may_park(expect, peer, alone)):
             return False
-        # The first of a peer may be large.
-        held, share = self._held[peer], 1 if alone else SHARE
-        many = held >= max(1, most // share) and not opened
-        if held and (many or self._held_pages[peer] + pages > most_pages // share):
-            return False
-        early = _Early(expect, until, 0 if whole(expect.tables or ()) else total(expect.tables or ()))
+        size = 0 if whole(expect.tables or ()) else total(expect.tables or ())
+        early = _Early(expect, until, size, opened)
         if before is not None and before.expect == expect:
             early.data = before.data
         self._waiting[room, peer] = early
         self._by_room.setdefault(room, {})[peer] = None
-        self._count(expect, 1)
+        self._count(early, 1)
         return True
 
-    def _count(self, expect: Expect, by: int) -> None:
-        peer, pages = Epoch(expect.src), by * _pages(expect)
+    def _may_open(self, expect: Expect, peer: Epoch) -> bool:
+        return not self._opened[peer] or self._opened_pages + _pages(expect) <= self._options.parked_pages
+
+    def _may_park(self, expect: Expect, peer: Epoch, alone: bool) -> bool:
+        most, most_pages, pages = self._options.parked, self._options.parked_pages, _pages(expect)
+        if self._parked >= most or self._pages + pages > most_pages:
+            return False
+        # The first of a peer may be large.
+        held, share = self._held[peer], 1 if alone else SHARE
+        many = held >= max(1, most // share)
+        return not (held and (many or self._held_pages[peer] + pages > most_pages // share))
+
+    def _count(self, early: _Early, by: int) -> None:
+        peer, pages = Epoch(early.expect.src), by * _pages(early.expect)
+        if early.opened:
+            self._opened_pages += pages
+            self._opened[peer] += by
+            if not self._opened[peer]:
+                del self._opened[peer]
+            return
+        self._parked += by
         self._pages += pages
         self._held_pages[peer] += pages
         self._held[peer] += by
@@ -136,7 +158,7 @@ class EarlyArrivals:
         del of_room[peer]
         if not of_room:
             del self._by_room[room]
-        self._count(found.expect, -1)
+        self._count(found, -1)
         return found
 
     def take(self, room: RoomId) -> list[Expect]:

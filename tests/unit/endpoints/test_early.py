@@ -1,0 +1,43 @@
+"""What waits before its room is open, and what waits for its page tables, do not take each other's place."""
+
+from __future__ import annotations
+
+from disagg_kv.endpoints.prefill.early import EarlyArrivals
+from disagg_kv.ids import Epoch, RoomId
+from disagg_kv.protocol import Options
+from disagg_kv.protocol.frames import Expect, WireTable
+
+A, B = Epoch(bytes([1] * 16)), Epoch(bytes([2] * 16))
+
+
+def expect(room: int, pages: int, peer: Epoch = A) -> Expect:
+    """Of one table that is to come in parts."""
+    tables = (WireTable("kv", 0, pages, 0, b""),)
+    return Expect(src=peer, dst=bytes(16), room=bytes([room]), generation=room, start=0, stop=pages, paths=(),
+                  tag=b"", tables=tables)  # fmt: skip
+
+
+def test_open_rooms_wait_for_their_tables_whatever_is_parked() -> None:
+    early = EarlyArrivals(Options(parked=4, parked_pages=100))
+    assert early.add(expect(1, 100), 1.0, alone=True)
+    assert not early.add(expect(2, 1), 1.0, alone=True), "no place for another that is parked"
+    assert early.add(expect(3, 5000), 1.0, alone=True, opened=True), "one of a peer may always come"
+    assert not early.add(expect(4, 1), 1.0, alone=True, opened=True)
+    assert early.add(expect(5, 5000, B), 1.0, alone=False, opened=True), "one of each"
+    assert early.lacks(RoomId(bytes([3])), A) == 0
+    for room, peer in ((3, A), (5, B)):
+        assert early.pop(RoomId(bytes([room])), peer) is not None
+    assert early.add(expect(4, 60), 1.0, alone=True, opened=True)
+    assert early.add(expect(6, 40), 1.0, alone=True, opened=True)
+    assert not early.add(expect(7, 1), 1.0, alone=True, opened=True)
+    early.expire(2.0)
+    assert (len(early), early.next_at()) == (0, None)
+    assert early.add(expect(8, 100), 3.0, alone=True), "all places are free again"
+
+
+def test_the_number_of_those_that_are_parked_is_bounded_apart() -> None:
+    early = EarlyArrivals(Options(parked=1, parked_pages=100))
+    for room in range(5):
+        assert early.add(expect(room, 10), 1.0, alone=True, opened=True)
+    assert early.add(expect(8, 10), 1.0, alone=True)
+    assert not early.add(expect(9, 10), 1.0, alone=True)
