@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from attrs import frozen
 
-from ..errors import PeerLostError, RegistrationError, TransportError
+from ..errors import PeerLostError, RegistrationError, RemoteProtocolError, TransportError
 from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, new_buffer
@@ -165,9 +165,10 @@ class InprocTransport:
         if self._peers.get(peer) is None:
             raise TransportError(f"inproc: no peer {peer.hex()}")
         there, number = _find(peer), unpack(board, _NUMBER)
-        buffer = None if there is None else there._boards.get(number)
-        if buffer is None:
-            raise PeerLostError(f"inproc peer {peer.hex()} is closed, or has no board {number}")
+        if there is None:
+            raise _closed(peer)
+        if (buffer := there._boards.get(number)) is None:
+            raise RemoteProtocolError(f"inproc peer {peer.hex()} has no board {number}")
         return HostBells(buffer)
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:

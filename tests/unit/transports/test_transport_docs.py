@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from disagg_kv.transports import Capabilities, InprocTransport, ShmTransport
+from disagg_kv.transports import Capabilities, InprocTransport, LinkCost, ShmTransport
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
 from disagg_kv.transports.mooncake import MooncakeTransport
 from disagg_kv.transports.mooncake_library import PACKAGES, SWITCHES
@@ -30,6 +30,8 @@ def said(value: object) -> str:
             return ", ".join(sorted(value))
         case None:
             return "none"
+        case LinkCost():
+            return f"{value.nbytes:,} bytes, {value.descriptors} descriptors"
     return f"{value:.2g}" if isinstance(value, float) and value > 1e6 else str(value)
 
 
