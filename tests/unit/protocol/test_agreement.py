@@ -497,7 +497,7 @@ def test_a_rank_0_that_was_only_silent_hears_again_of_rooms_whose_votes_were_too
 
 
 def test_a_room_that_only_lost_ranks_have_opened_has_failed() -> None:
-    """Nobody waits for it, and rank 0 would never forget it: its engine may not open it any more."""
+    """No rank waits for it, and rank 0 would never forget it: its engine may not open it any more."""
     one = leader(3)
     one.on_vote(vote(1, 1, True), 0.0)
     one.on_vote(vote(2, 2, True), 0.0)

@@ -44,7 +44,7 @@ from disagg_kv.transports.lanes import CombinedTransport
 
 
 class Unreachable(InprocTransport):
-    """A lane that reaches nobody."""
+    """A lane that reaches no peer."""
 
     name = "far"
 
@@ -378,4 +378,4 @@ def test_a_lane_that_has_failed_since_a_peer_was_told_of_it_still_delays_that_pe
     fresh._carriers[1].transport.broken = True  # type: ignore[attr-defined]
     fresh.poll()
     peer = fresh.connect(other.local_descriptor(), 1.0)
-    assert fresh.lane(peer).caps.drain_s == 0.0, "nobody was told of the lane"
+    assert fresh.lane(peer).caps.drain_s == 0.0, "no peer was offered the lane"
