@@ -7,17 +7,21 @@ case these take turns, and the medians are shown:
 
 * ``compute_ms``: the forward pass alone, its rows going to pages (C);
 * ``transfer_ms``: rows that are there already, handed over at once, grants in hand (T);
-* ``per_chunk_ms``, ``pipelined_ms``: both together, with ``staged`` and with ``staged+layer_pipelined``.
+* ``per_chunk_ms``, ``pipelined_ms``: both together, with the path alone and with ``+layer_pipelined``;
+* ``model_ms``, ``model_pipelined_ms``: of these, until the first token was computed. ``model_over_first`` is the latter
+  over that of the first of the ``--paths``, turn by turn: what a path costs the model more than the first one does.
 
 ``group_ms`` is what one more group costs with nothing to compute. ``bound_ms`` is the least over N of
 max(C, T) + min(C, T) / N + N ``group_ms``; ``hidden`` the share of min(C, T) (1 - 1 / groups) by which
 ``pipelined_ms`` is below C + T. Bounds and ratios are those of a turn, and the median of them counts: what a host does
 besides changes all four alike, if it does it for a whole turn. Where the model alone takes half as long again in one
 pass as in the next, nothing can be said of a turn: so ``quiet`` has the lower quartile of each, and the bound of
-those. The caches of a first and a last transfer are compared. A case that fails has its error
-for a result. The longest prompts come first; the result has, after each case, all that there is.
+those. Paths take turns, too; an emulated wire has no mappings, so ``mapped`` is left out over one. The caches of a
+first and a last transfer are compared. A case that fails has its error for a result. The longest prompts come first;
+the result has, after each case, all that there is.
 
     python -m benchmarks.gpu_pipeline --out benchmarks/results/h200_pipeline.json
+    python -m benchmarks.gpu_pipeline --paths staged mapped --wires 0 --out benchmarks/results/h200_pipeline_mapped.json
 """
 
 from __future__ import annotations
@@ -29,11 +33,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from disagg_kv.bench.machine import Machine, installed
 from disagg_kv.bench.ranks import Ranks, running, within_one_process
@@ -43,17 +48,15 @@ from disagg_kv.planning import exposed_s
 
 from .model_ranks import (
     COMPARED,
+    COUNTED,
     MODELS,
     PAGE,
-    PER_CHUNK,
-    PIPELINED,
-    SINGLY,
-    TOGETHER,
     Came,
     Case,
     Sent,
     Setup,
     Staging,
+    Way,
     model_spec,
     serve,
 )
@@ -104,7 +107,7 @@ class Pair:
         self._prefill.ask(type(None), "shut")
         self._decode.ask(type(None), "shut")
 
-    def end(self, way: str) -> None:
+    def end(self, way: Way) -> None:
         """End one way's endpoints."""
         self._prefill.ask(type(None), "end", way)
         self._decode.ask(type(None), "end", way)
@@ -114,7 +117,7 @@ class Pair:
         self._number += 1
         return self._prefill.ask(float, "compute", self._case.tokens, self._number)[0]
 
-    def moved(self, way: str, how: str) -> tuple[float, Sent]:
+    def moved(self, way: Way, how: str) -> tuple[float, Sent]:
         """Seconds of one room, which prefill handles by its method ``how``.
 
         Raises:
@@ -131,7 +134,7 @@ class Pair:
             raise IntegrityError(f"{way}: the first token is {sent.token} on prefill and {came.token} on decode")
         return came.ended - sent.began, sent
 
-    def checked(self, way: str) -> None:
+    def checked(self, way: Way) -> None:
         """Run a prompt and compare what is in both pools.
 
         Raises:
@@ -146,15 +149,34 @@ class Pair:
             raise IntegrityError(f"{way}: planes {wrong} of {len(ours)} differ after {rows} tokens")
 
 
-def group_s(pair: Pair, layers: int) -> float:
+@frozen
+class Turns:
+    """Seconds of what takes turns: of compute alone, and of each path.
+
+    Args:
+        compute: forward passes alone.
+        transfer: per path.
+        whole, model: per way that is compared, until all was there, and until the first token was computed.
+        last: how the last room of each such way was sent.
+    """
+
+    compute: list[float] = field(factory=list)
+    transfer: dict[str, list[float]] = field(factory=lambda: defaultdict(list))
+    whole: dict[Way, list[float]] = field(factory=lambda: defaultdict(list))
+    model: dict[Way, list[float]] = field(factory=lambda: defaultdict(list))
+    last: dict[Way, Sent] = field(factory=dict)
+
+
+def group_s(pair: Pair, path: str, layers: int) -> float:
     """Seconds that one more group costs."""
-    took: dict[str, list[float]] = {TOGETHER: [], SINGLY: []}
+    together, singly = (Way(path, kind) for kind in COUNTED)
+    took: dict[Way, list[float]] = {together: [], singly: []}
     for turn in range(GROUP_TURNS + 1):
         for way, seconds in took.items():
             found, _ = pair.moved(way, "layers")
             if turn:
                 seconds.append(found)
-    return max(0.0, (statistics.median(took[SINGLY]) - statistics.median(took[TOGETHER])) / max(1, layers - 1))
+    return max(0.0, (statistics.median(took[singly]) - statistics.median(took[together])) / max(1, layers - 1))
 
 
 def bounded(compute_s: float, wire_s: float, group: float, layers: int) -> tuple[float, int]:
@@ -171,61 +193,85 @@ def quiet(took: Mapping[str, Sequence[float]], group: float, layers: int) -> dic
     return {**found, "bound_ms": ms(bound), "over_bound": round(grouped / bound, 3)}
 
 
-def turns(pair: Pair, repeats: int, until: float) -> tuple[dict[str, list[float]], Sent]:
-    """Seconds of what is measured, turn by turn, and how the last pipelined one was sent."""
-    took: dict[str, list[float]] = {"compute": [], "transfer": [], PER_CHUNK: [], PIPELINED: []}
-    last: dict[str, Sent] = {}
+def turns(pair: Pair, paths: Sequence[str], repeats: int, until: float) -> Turns:
+    """What is measured, turn by turn."""
+    took = Turns()
+    ways = [Way(path, kind) for path in paths for kind in COMPARED]
     began, warm = time.monotonic(), 0
     while warm < 2 or (warm < WARM and time.monotonic() < began + WARM_S):
         warm += 1
-        pair.moved(PIPELINED, "forward")
-        pair.moved(PER_CHUNK, "forward")
-        pair.moved(PER_CHUNK, "transfer")
+        for way in ways:
+            pair.moved(way, "forward")
+        for path in paths:
+            pair.moved(Way(path, "per chunk"), "transfer")
     for turn in range(repeats):
         if turn >= LEAST and time.monotonic() > until:
             break
-        took["compute"].append(pair.computed())
-        took["transfer"].append(pair.moved(PER_CHUNK, "transfer")[0])
-        for way in COMPARED if turn % 2 else reversed(COMPARED):
-            seconds, last[way] = pair.moved(way, "forward")
-            took[way].append(seconds)
-    return took, last[PIPELINED]
+        took.compute.append(pair.computed())
+        for path in paths:
+            took.transfer[path].append(pair.moved(Way(path, "per chunk"), "transfer")[0])
+        for way in ways if turn % 2 else reversed(ways):
+            seconds, sent = pair.moved(way, "forward")
+            took.whole[way].append(seconds)
+            took.model[way].append(sent.model_s)
+            took.last[way] = sent
+    return took
 
 
-def measured(pair: Pair, layers: int, repeats: int, until: float) -> dict[str, object]:
-    """One line of the result."""
-    for way in COMPARED:
+def measured(pair: Pair, case: Case, layers: int, repeats: int, until: float) -> list[Row]:
+    """A line of the result for each path."""
+    compared = [way for way in case.ways if way.kind in COMPARED]
+    for way in compared:
         pair.checked(way)
-    group = group_s(pair, layers)
-    for way in (TOGETHER, SINGLY):
-        pair.end(way)
-    took, sent = turns(pair, repeats, until)
-    groups, reason = sent.groups, sent.reason
-    for way in COMPARED:
+    groups = {path: group_s(pair, path, layers) for path in case.paths}
+    for way in case.ways:
+        if way.kind in COUNTED:
+            pair.end(way)
+    took = turns(pair, case.paths, repeats, until)
+    for way in compared:
         pair.checked(way)
-    compute, wire, whole, grouped = (statistics.median(of) for of in took.values())
-    bounds = [bounded(c, t, group, layers) for c, t in zip(took["compute"], took["transfer"], strict=True)]
-    bound, best = statistics.median(at for at, _ in bounds), statistics.median_low(n for _, n in bounds)
-    could = min(compute, wire) * (1 - 1 / groups)
-    return {
-        "compute_ms": ms(compute),
-        "transfer_ms": ms(wire),
-        "per_chunk_ms": ms(whole),
-        "pipelined_ms": ms(grouped),
-        "groups": groups,
-        "reason": reason,
-        "group_ms": ms(group),
-        "bound_ms": ms(bound),
-        "bound_groups": best,
-        "over_bound": round(statistics.median(b / a for (a, _), b in zip(bounds, took[PIPELINED], strict=True)), 3),
-        "hidden": round((compute + wire - grouped) / could, 3) if could else None,
-        "pipelined_over_per_chunk": round(
-            statistics.median(b / a for a, b in zip(took[PER_CHUNK], took[PIPELINED], strict=True)), 3
-        ),
-        "turns": len(took["compute"]),
-        "quiet": quiet(took, group, layers),
-        "all_ms": {name: [ms(seconds) for seconds in of] for name, of in took.items()},
+    return [found(took, path, case.paths[0], groups[path], layers) for path in case.paths]
+
+
+def found(took: Turns, path: str, first: str, group: float, layers: int) -> Row:
+    """The line of one path, ``first`` being that with which models are compared."""
+    whole, grouped = (Way(path, kind) for kind in COMPARED)
+    of = {
+        "compute": took.compute,
+        "transfer": took.transfer[path],
+        "per_chunk": took.whole[whole],
+        "pipelined": took.whole[grouped],
     }
+    sent = took.last[grouped]
+    median = {name: statistics.median(seconds) for name, seconds in of.items()}
+    bounds = [bounded(c, t, group, layers) for c, t in zip(of["compute"], of["transfer"], strict=True)]
+    could = min(median["compute"], median["transfer"]) * (1 - 1 / sent.groups)
+    hidden = (median["compute"] + median["transfer"] - median["pipelined"]) / could if could else None
+    model = {way: took.model[way] for way in (whole, grouped)}
+    return {
+        "path": path,
+        **{f"{name}_ms": ms(seconds) for name, seconds in median.items()},
+        "model_ms": ms(statistics.median(model[whole])),
+        "model_pipelined_ms": ms(statistics.median(model[grouped])),
+        "model_over_first": over(model[grouped], took.model[Way(first, grouped.kind)]),
+        "model_per_chunk_over_first": over(model[whole], took.model[Way(first, whole.kind)]),
+        "groups": sent.groups,
+        "reason": sent.reason,
+        "group_ms": ms(group),
+        "bound_ms": ms(statistics.median(at for at, _ in bounds)),
+        "bound_groups": statistics.median_low(n for _, n in bounds),
+        "over_bound": over(of["pipelined"], [at for at, _ in bounds]),
+        "hidden": None if hidden is None else round(hidden, 3),
+        "pipelined_over_per_chunk": over(of["pipelined"], of["per_chunk"]),
+        "turns": len(took.compute),
+        "quiet": quiet(of, group, layers),
+        "all_ms": {name: [ms(seconds) for seconds in all_of] for name, all_of in of.items()},
+    }
+
+
+def over(these: Sequence[float], those: Sequence[float]) -> float:
+    """The median ratio of turns."""
+    return round(statistics.median(a / b for a, b in zip(these, those, strict=True)), 3)
 
 
 def ms(seconds: float) -> float:
@@ -234,37 +280,38 @@ def ms(seconds: float) -> float:
 
 
 def run(
-    setups: Sequence[Setup], cases: Sequence[Case], limits: Limits, told: Callable[[Sequence[Row]], None]
-) -> Sequence[Row]:
-    """A row for each case; after one that failed the others go on in new processes. ``told`` hears of each."""
+    setups: Sequence[Setup], cases: Sequence[Case], limits: Limits, told: Callable[[Mapping[int, Sequence[Row]]], None]
+) -> None:
+    """Rows for each case; after one that failed the others go on in new processes. ``told`` hears all after each."""
     prefill, decode = setups
     began = time.monotonic()
     layers = len(model_spec(prefill.model).layers)
     threads = prefill.device == "cpu" and within_one_process(prefill.transport)
-    rows: list[Row] = []
+    rows: dict[int, Sequence[Row]] = {}
+
+    def ended(case: Case, ends: Sequence[Row]) -> None:
+        rows[case.number] = [{**_case(case), **row} for row in ends]
+        told(rows)
+
     while len(rows) < len(cases):
-        here = len(rows)
+        left = cases[len(rows) :]
         try:
             with running(
                 serve, {"prefill": [prefill], "decode": [decode]}, prefill.timeout_s, threads=threads
             ) as ranks:
-                for case in cases[here:]:
+                for case in left:
                     now, ends = time.monotonic(), began + limits.all_s
                     if now > ends:
-                        rows.append({**_case(case), "error": f"not begun: {limits.all_s:g} s were over"})
-                        told(rows)
+                        ended(case, [{"error": f"not begun: {limits.all_s:g} s were over"}])
                         continue
                     pair = Pair(*ranks, case)
                     until = now + (ends - now) / (len(cases) - len(rows))
-                    row = {**_case(case), **measured(pair, layers, limits.repeats, until)}
+                    lines = measured(pair, case, layers, limits.repeats, until)
                     pair.close()
-                    rows.append(row)
-                    told(rows)
+                    ended(case, lines)
         except DisaggKVError as error:
             if len(rows) < len(cases):
-                rows.append({**_case(cases[len(rows)]), "error": f"{type(error).__name__}: {error}"})
-                told(rows)
-    return rows
+                ended(cases[len(rows)], [{"error": f"{type(error).__name__}: {error}"}])
 
 
 def _case(case: Case) -> dict[str, object]:
@@ -288,6 +335,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="llama-8b")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--transport", default="cuda_ipc")
+    parser.add_argument("--paths", nargs="*", default=["staged"], help="of the wire as it is; each with its groups")
     parser.add_argument("--tokens", type=int, nargs="*", default=[256, 1024, 4096, 16384])
     parser.add_argument("--wires", type=float, nargs="*", default=[0, 50, 5], help="GB/s; 0: as it is")
     parser.add_argument("--slots", type=int, default=16)
@@ -337,25 +385,32 @@ def main(words: Sequence[str] | None = None) -> None:
         places = [f"cuda:{ours}", f"cuda:{theirs}"]
     staging = Staging(given.slots, given.slot_mib << 20, given.ring_mib << 20)
     speeds = [None if gb == 0 else gb * 1e9 for gb in given.wires]
-    shown = [Case(n, *of) for n, of in enumerate((speed, tokens) for speed in speeds for tokens in given.tokens)]
-    cases = sorted(shown, key=lambda case: -case.tokens)
+    shown = [
+        Case(n, speed, tokens, tuple(given.paths if speed is None else [p for p in given.paths if p != "mapped"]))
+        for n, (speed, tokens) in enumerate((speed, tokens) for speed in speeds for tokens in given.tokens)
+    ]
+    cases = sorted((case for case in shown if case.paths), key=lambda case: -case.tokens)
+    there: Mapping[int, Sequence[Row]] = {}
 
-    def document(rows: Sequence[Row]) -> str:
-        found = {case.number: row for case, row in zip(cases, rows, strict=False)}
-        in_order = [found[case.number] for case in shown if case.number in found]
+    def document() -> str:
+        in_order = [row for case in shown for row in there.get(case.number, ())]
         return json.dumps({**described(given, words, places), "cases": in_order}, indent=1) + "\n"
 
-    def told(rows: Sequence[Row]) -> None:
-        print(json.dumps({name: of for name, of in rows[-1].items() if name != "all_ms"}), file=sys.stderr, flush=True)
+    def told(rows: Mapping[int, Sequence[Row]]) -> None:
+        nonlocal there
+        there = rows
+        for row in list(rows.values())[-1]:
+            short = {name: of for name, of in row.items() if name != "all_ms"}
+            print(json.dumps(short), file=sys.stderr, flush=True)
         if given.out is not None:
-            given.out.write_text(document(rows))
+            given.out.write_text(document())
 
     with tempfile.TemporaryDirectory(prefix="disagg-kv-bench-") as folder:
         common = (folder, given.model, given.transport, cases[0].tokens, staging, given.timeout_s)
         setups = [Setup("prefill", places[0], *common), Setup("decode", places[1], *common)]
-        rows = run(setups, cases, Limits(given.repeats, given.all_s), told)
+        run(setups, cases, Limits(given.repeats, given.all_s), told)
     if given.out is None:
-        print(document(rows), end="")
+        print(document(), end="")
 
 
 if __name__ == "__main__":

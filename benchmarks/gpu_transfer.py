@@ -14,6 +14,10 @@ tokens, final when they are handed over.
 
     python benchmarks/gpu_transfer.py --transports cuda_ipc --tp "1->1" "1->2" "1->4" --strategies staged mapped \
         --pages 64 16 --whole --mib 32 128 256 1024 --ring-mib 1024 --slots 8 --slice-repeats 0
+
+``--busy`` lets the engine's threads compute in Python meanwhile. ``--bells`` measures each strategy once more with
+bells. ``--programs`` bounds what a copy into mapped pages takes of the GPU. ``--wire`` emulates a network of a chosen
+speed, for the plain copies too.
 """
 
 from __future__ import annotations
@@ -55,6 +59,10 @@ def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
                     slot_bytes=given.slot_mib << 20,
                     ring_bytes=given.ring_mib << 20,
                     repeats=given.repeats,
+                    busy=given.busy,
+                    bells=given.bells,
+                    programs=given.programs,
+                    wire_bytes_per_s=None if given.wire is None else given.wire * 1e9,
                 )
 
 
@@ -66,14 +74,20 @@ def row(report: TransferReport, strategy: str) -> dict[str, object]:
         "transport": shape.transport,
         "tp": f"{shape.prefill_tp}->{shape.decode_tp}",
         "strategy": strategy,
+        "wire_GB_per_s": None if shape.wire_bytes_per_s is None else shape.wire_bytes_per_s / 1e9,
+        "programs": shape.programs,
+        "busy": shape.busy,
+        "known_from_bells": found.bells,
         "tokens": shape.tokens,
         "bytes": report.nbytes,
         "writes": found.descriptors,
         "segments": found.segments,
         "placed_us": round(found.phases["placed"].p50 * 1e6, 1),
+        "placed_p95_us": round(found.phases["placed"].p95 * 1e6, 1),
         "total_us": round(found.phases["total"].p50 * 1e6, 1),
         "total_p95_us": round(found.phases["total"].p95 * 1e6, 1),
         "copies_us": round(report.ceiling.total.p50 * 1e6, 1),
+        "copies_p95_us": round(report.ceiling.total.p95 * 1e6, 1),
         "GB_per_s": round(found.gb_per_s, 1),
         "copies_GB_per_s": round(report.ceiling.gb_per_s, 1),
         "share": round(report.ceiling.total.p50 / found.phases["placed"].p50, 3),
@@ -106,6 +120,10 @@ def main() -> None:
     parser.add_argument("--ring-mib", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--queued-ms", type=float, default=3.0, help="that the engine's host is ahead of its GPU")
+    parser.add_argument("--busy", action="store_true", help="engines' threads run Python code meanwhile")
+    parser.add_argument("--bells", action="store_true", help="each strategy once more with bells")
+    parser.add_argument("--programs", type=int, help="most of a copy into mapped pages")
+    parser.add_argument("--wire", type=float, help="GB/s of an emulated wire")
     parser.add_argument("--slice-repeats", type=int, default=3, help="0: leave that part out")
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()
@@ -118,11 +136,11 @@ def main() -> None:
     for shape in cases:
         try:
             report = run_transfer(shape)
-            rows += [row(report, strategy) for strategy in shape.strategies]
+            rows += [row(report, name) for name in (*shape.strategies, *shape.again)]
         except DisaggKVError as error:
             tp = f"{shape.prefill_tp}->{shape.decode_tp}"
             rows.append({"transport": shape.transport, "tp": tp, "tokens": shape.tokens, "error": str(error)})
-        print(json.dumps(rows[-len(shape.strategies) :]), file=sys.stderr, flush=True)
+        print(json.dumps(rows[-len(shape.runs) :]), file=sys.stderr, flush=True)
     document = {
         "command": " ".join(["python", *sys.argv]),
         "commit": given.commit or said("git", "rev-parse", "HEAD"),

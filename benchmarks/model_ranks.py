@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,16 +54,37 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 """Sizes of the architectures; ``llama-8b`` has those of Llama 3 8B."""
 
-PER_CHUNK, PIPELINED = "staged", "staged+layer_pipelined"
-COMPARED = (PER_CHUNK, PIPELINED)
-TOGETHER, SINGLY = "all layers together", "layer by layer"
+Kind = Literal["per chunk", "pipelined", "all layers together", "layer by layer"]
 """Ways to cross: the two that are compared, and two that differ in nothing but the number of groups."""
+
+COMPARED: tuple[Kind, ...] = ("per chunk", "pipelined")
+COUNTED: tuple[Kind, ...] = ("all layers together", "layer by layer")
+FIXED: Mapping[Kind, int] = {"all layers together": 0, "layer by layer": 1}
+"""Layers of a group, where the schedule does not choose; 0: all."""
 
 PAGE = 64
 SPARE = 2
 AUX = 8
 KV = GroupId("kv")
 POISON = 0xA5
+
+
+@frozen
+class Way:
+    """How rows cross.
+
+    Args:
+        path: the strategy's.
+        kind: and when its parts are ready.
+    """
+
+    path: str
+    kind: Kind
+
+    @property
+    def strategy(self) -> str:
+        """Of prefill."""
+        return self.path if self.kind == "per chunk" else f"{self.path}+layer_pipelined"
 
 
 @frozen
@@ -74,9 +95,9 @@ class Staging:
     slot_bytes: int
     ring_bytes: int
 
-    def of(self, way: str) -> Staging:
+    def of(self, way: Way) -> Staging:
         """Less where few rows cross."""
-        if way in COMPARED:
+        if way.kind in COMPARED:
             return self
         return Staging(self.slots, min(self.slot_bytes, 16 << 20), min(self.ring_bytes, 256 << 20))
 
@@ -89,15 +110,22 @@ class Case:
         number: of the case; no two have the same.
         wire_bytes_per_s: of an emulated wire; None: the transport as it is.
         tokens: of the prompt.
+        paths: that are measured in turns.
     """
 
     number: int
     wire_bytes_per_s: float | None
     tokens: int
+    paths: tuple[str, ...]
 
-    def rows(self, way: str) -> int:
+    def rows(self, way: Way) -> int:
         """How many of them cross: few where only groups count."""
-        return self.tokens if way in COMPARED else min(self.tokens, PAGE)
+        return self.tokens if way.kind in COMPARED else min(self.tokens, PAGE)
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """All of them."""
+        return [Way(path, kind) for path in self.paths for kind in (*COMPARED, *COUNTED)]
 
 
 @frozen
@@ -124,16 +152,13 @@ class Setup:
     staging: Staging
     timeout_s: float
 
-    def address(self, role: Role, way: str, case: Case) -> str:
+    def address(self, role: Role, way: Way, case: Case) -> str:
         """Where an endpoint is reached."""
-        return f"ipc://{self.folder}/{role}-{case.number}-{WAYS.index(way)}"
+        return f"ipc://{self.folder}/{role}-{case.number}-{case.ways.index(way)}"
 
-    def both(self, way: str, case: Case) -> StaticRendezvous:
+    def both(self, way: Way, case: Case) -> StaticRendezvous:
         """The addresses of a way's two endpoints."""
         return StaticRendezvous({role: [self.address(role, way, case)] for role in ("prefill", "decode")})
-
-
-WAYS = (PER_CHUNK, PIPELINED, TOGETHER, SINGLY)
 
 
 @frozen
@@ -143,12 +168,14 @@ class Sent:
     Args:
         began: when, by the clock that all processes of a host share.
         token: the first token, which is the room's aux.
+        model_s: seconds until the first token was computed.
         groups: into how many the layers were cut.
         reason: why so.
     """
 
     began: float
     token: int
+    model_s: float
     groups: int
     reason: str
 
@@ -223,17 +250,16 @@ class Prefill:
         )
         self._paged = PagedHFCache(self._pool)
         self._ids = shuffled(pages, 1)
-        self._ends: dict[str, PrefillEndpoint] = {}
+        self._ends: dict[Way, PrefillEndpoint] = {}
         self._room: list[DeliveryHandle] = []
-        self._way = PER_CHUNK
+        self._way = Way("staged", "per chunk")
         self._rows = 0
 
     def open(self, case: Case) -> None:
         """Make endpoints for a case."""
         setup = self._setup
         layers = len(self._pool.site.shard.layers())
-        fixed = {TOGETHER: layers, SINGLY: 1}
-        for way in WAYS:
+        for way in case.ways:
             carrier = between_processes(setup.transport, setup.device)
             speed = case.wire_bytes_per_s
             self._ends[way] = PrefillEndpoint(
@@ -242,15 +268,15 @@ class Prefill:
                 channel=ZmqChannel(setup.address("prefill", way, case)),
                 rendezvous=setup.both(way, case),
                 instance="prefill",
-                strategy=PER_CHUNK if way == PER_CHUNK else PIPELINED,
-                schedule=LayerPipelined(fixed=fixed[way]) if way in fixed else None,
+                strategy=way.strategy,
+                schedule=LayerPipelined(fixed=FIXED[way.kind] or layers) if way.kind in FIXED else None,
                 slots=setup.staging.slots,
                 slot_bytes=setup.staging.of(way).slot_bytes,
                 options=Options(total_s=setup.timeout_s),
             )
         keep()
 
-    def end(self, way: str) -> None:
+    def end(self, way: Way) -> None:
         """End the endpoint of one way: idle ones, too, take the interpreter from the model now and then."""
         self._room.clear()
         self._ends.pop(way).close(1.0)
@@ -262,7 +288,7 @@ class Prefill:
         gc.unfreeze()
         gc.collect()
 
-    def prepare(self, way: str, room: bytes, rows: int) -> None:
+    def prepare(self, way: Way, room: bytes, rows: int) -> None:
         """Open a room, and wait until decode has said that it awaits it."""
         self._way, self._rows = way, rows
         delivery = self._ends[way].open(RoomId(room))
@@ -291,17 +317,17 @@ class Prefill:
         began = time.monotonic()
         step = self._ends[self._way].step({self._room[0].room: (rows, [table])})
 
-        if self._way != PER_CHUNK:
+        if self._way.kind != "per chunk":
             cache.layer_ready = step.layer_ready
         token = self._forward(tokens, cache, lambda: step.close(computed(self._setup.device)))
-        return self._finish(began, token)
+        return self._finish(began, token, time.monotonic() - began)
 
     def transfer(self, _seed: int) -> Sent:
         """Hand over rows that are there already, all at once, their grants too."""
         step = self._announced()
         began = time.monotonic()
         step.close(computed(self._setup.device))
-        return self._finish(began, 0)
+        return self._finish(began, 0, 0.0)
 
     def layers(self, _seed: int) -> Sent:
         """The same layer by layer, each with an event, as a model would."""
@@ -310,7 +336,7 @@ class Prefill:
         for layer in self._pool.site.shard.layers():
             step.layer_ready(layer, computed(self._setup.device))
         step.close(computed(self._setup.device))
-        return self._finish(began, 0)
+        return self._finish(began, 0, 0.0)
 
     def digest(self, rows: int) -> tuple[int, ...]:
         """See :func:`digests`."""
@@ -329,7 +355,7 @@ class Prefill:
         settle(self._setup.device)
         return step
 
-    def _finish(self, began: float, token: int) -> Sent:
+    def _finish(self, began: float, token: int, model_s: float) -> Sent:
         (delivery,) = self._room
         self._pool.write_aux(0, token.to_bytes(AUX, "little"))
         delivery.finish(self._rows, aux=0)
@@ -337,7 +363,7 @@ class Prefill:
         if delivery.error is not None:
             raise delivery.error
         report = delivery.report
-        return Sent(began, token, max(1, report.groups), report.schedule)
+        return Sent(began, token, model_s, max(1, report.groups), report.schedule)
 
     def _forward(self, tokens: torch.Tensor, cache: Any, queued: Callable[[], None]) -> int:
         """The first token; ``queued`` is called when the whole pass was asked of the device, before it is awaited."""
@@ -363,15 +389,15 @@ class Decode:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._ends: dict[str, DecodeEndpoint] = {}
+        self._ends: dict[Way, DecodeEndpoint] = {}
         self._room: list[ReceptionHandle] = []
-        self._pools: dict[str, PagedPool] = {}
-        self._tables: dict[str, PageTable] = {}
+        self._pools: dict[Way, PagedPool] = {}
+        self._tables: dict[Way, PageTable] = {}
 
     def open(self, case: Case) -> None:
         """Make pools and endpoints for a case."""
         setup, spec = self._setup, model_spec(self._setup.model)
-        for way in WAYS:
+        for way in case.ways:
             carrier = between_processes(setup.transport, setup.device)
             used = -(-case.rows(way) // PAGE)
             pool = self._pools[way] = PagedPool.allocate(
@@ -391,13 +417,13 @@ class Decode:
                 channel=ZmqChannel(setup.address("decode", way, case)),
                 rendezvous=setup.both(way, case),
                 instance="decode",
-                strategy="staged",
+                strategy=way.path,
                 ring_bytes=setup.staging.of(way).ring_bytes,
                 options=Options(total_s=setup.timeout_s),
             )
         keep()
 
-    def end(self, way: str) -> None:
+    def end(self, way: Way) -> None:
         """End the endpoint of one way."""
         self._room.clear()
         self._ends.pop(way).close(1.0)
@@ -410,13 +436,13 @@ class Decode:
         gc.unfreeze()
         gc.collect()
 
-    def poison(self, way: str) -> None:
+    def poison(self, way: Way) -> None:
         """Let nothing that lies there be taken for what arrived."""
         for number in range(len(self._pools[way].site.planes)):
             plane_of(self._pools[way], number).fill_(POISON)
         settle(self._setup.device)
 
-    def prepare(self, way: str, room: bytes, rows: int) -> None:
+    def prepare(self, way: Way, room: bytes, rows: int) -> None:
         """Await a room."""
         self._way = way
         reception = self._ends[way].open(RoomId(room), Source("prefill"))
@@ -432,7 +458,7 @@ class Decode:
         wait_until(lambda: reception.released, reception, setup.timeout_s, LOOK_S)
         return Came(ended, int.from_bytes(self._pools[self._way].read_aux(0), "little"))
 
-    def digest(self, way: str, rows: int) -> tuple[int, ...]:
+    def digest(self, way: Way, rows: int) -> tuple[int, ...]:
         """See :func:`digests`."""
         return digests(self._pools[way], self._tables[way], rows)
 

@@ -426,10 +426,12 @@ def gpu_host(found: Found) -> str:
 def gpu_pipeline(found: Found) -> str:
     """A real model's first token, per chunk and in layer groups."""
     good = [c for c in found["cases"] if "error" not in c]
+    paths = {c.get("path", "staged") for c in good}
 
     def wire(case: Found) -> str:
         speed = case["wire_GB_per_s"]
-        return "none emulated" if speed is None else f"{speed:g} GB/s"
+        said = "none emulated" if speed is None else f"{speed:g} GB/s"
+        return f"{said}, `{case['path']}`" if len(paths) > 1 and "path" in case else said
 
     def row(case: Found) -> list[str]:
         if "error" in case:

@@ -21,7 +21,7 @@ from ..endpoints.runtime.handle import RoomHandle
 from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
 from ..ids import GroupId, RegionId, RoomId, room_name
-from ..kernels import Kernels
+from ..kernels import Kernels, TritonKernels
 from ..kernels.tensors import plane_of
 from ..memory import Event, PagedPool
 from ..protocol import Options, Phase, Verify
@@ -349,10 +349,13 @@ def _how(shape: TransferShape, name: str) -> _How:
     """An endpoint's arguments for one of the shape's runs."""
     if name == WIRE:
         return {"strategy": "staged", "kernels": Still()}
-    if name in (plain := {belled: of for of, belled in shape.belled.items()}):
-        return {"strategy": plain[name]}
-    plain = {verified: of for of, verified in shape.verified.items()}
-    return {"strategy": plain[name], "verify": shape.verify} if name in plain else {"strategy": name}
+    again = {other: of for others in (shape.belled, shape.verified) for of, other in others.items()}
+    how: _How = {"strategy": again.get(name, name)}
+    if name in shape.verified.values():
+        how["verify"] = shape.verify
+    if shape.programs is not None:
+        how["kernels"] = TritonKernels(shape.programs)
+    return how
 
 
 def _options(shape: TransferShape, name: str) -> Options:

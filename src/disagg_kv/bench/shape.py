@@ -41,6 +41,7 @@ class TransferShape:
         slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.
         ring_bytes: of each decode rank; None: the endpoint's own choice.
         group: layers of a group where a schedule cuts them; None: as it chooses.
+        programs: on GPUs: most programs of a copy into mapped pages; None: one per multiprocessor.
         busy: during a transfer, each rank's engine thread runs Python code between two polls.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
@@ -71,6 +72,7 @@ class TransferShape:
     slot_bytes: int | None = None
     ring_bytes: int | None = None
     group: int | None = None
+    programs: int | None = None
     busy: bool = False
     wire_bytes_per_s: float | None = None
     verify: Verify = "off"
@@ -131,6 +133,8 @@ class TransferShape:
         check_verify(self.verify)
         if self.decode_dtype not in (None, self.dtype) and (self.dtype, self.decode_dtype) not in CONVERSIONS:
             raise ConfigurationError(f"there is no conversion from {self.dtype!r} to {self.decode_dtype!r}")
+        if self.programs is not None and (self.device == "cpu" or self.programs < 1):
+            raise ConfigurationError(f"{self.programs} programs of a copy: at least one, and only on GPUs")
         if self.queued_s < 0 or (self.queued_s and (self.device == "cpu" or not self.announced or self.compute_s)):
             raise ConfigurationError(
                 f"{self.queued_s} s of queued work: only of GPUs, of rows that are announced, and without compute_s"

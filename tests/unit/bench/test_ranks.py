@@ -18,7 +18,14 @@ from disagg_kv.bench import TransferShape, bulk, machine, ranks, run_transfer
 from disagg_kv.bench.data import fill, page_ids, poison, wrong
 from disagg_kv.bench.rank import BUSY_S, _portable, wait_until
 from disagg_kv.bench.ranks import Ranks
-from disagg_kv.errors import DeadlineError, DisaggKVError, IncompatiblePeerError, IntegrityError, PeerLostError
+from disagg_kv.errors import (
+    ConfigurationError,
+    DeadlineError,
+    DisaggKVError,
+    IncompatiblePeerError,
+    IntegrityError,
+    PeerLostError,
+)
 from disagg_kv.ids import RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.testing import Fault, FaultyTransport
@@ -164,3 +171,10 @@ def test_decodes_cache_may_have_another_dtype(strategy: str) -> None:
 def test_a_conversion_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="no conversion from 'bfloat16' to 'int8'"):
         attrs.evolve(SMALL, decode_dtype="int8").explain()
+
+
+@pytest.mark.parametrize(("programs", "device"), [(0, "cuda"), (8, "cpu")])
+def test_programs_are_bounded_on_gpus_only(programs: int, device: str) -> None:
+    shape = attrs.evolve(SMALL, strategies=("mapped",), programs=programs, device=device)
+    with pytest.raises(ConfigurationError, match="programs of a copy"):
+        shape.explain()

@@ -45,14 +45,25 @@ def test_a_case_that_fails_is_a_row_and_the_others_go_on(capsys: pytest.CaptureF
         for c, t in zip(took["compute"], took["transfer"], strict=True)
     ]
     assert good["bound_ms"] == pytest.approx(sum(bounds) / 2, abs=0.01)
-    over = [took["staged+layer_pipelined"][turn] / bounds[turn] for turn in range(2)]
+    over = [took["pipelined"][turn] / bounds[turn] for turn in range(2)]
     assert good["over_bound"] == pytest.approx(sum(over) / 2, abs=0.01)
-    assert len(took["staged"]) == 2
+    assert len(took["per_chunk"]) == 2
     least = {name: min(of) for name, of in took.items()}
-    assert good["quiet"]["pipelined_ms"] == least["staged+layer_pipelined"]
+    assert good["quiet"]["pipelined_ms"] == least["pipelined"]
     c, t = least["compute"], least["transfer"]
     bound = min(max(c, t) + min(c, t) / n + n * good["group_ms"] for n in range(1, 5))
-    assert good["quiet"]["over_bound"] == pytest.approx(least["staged+layer_pipelined"] / bound, abs=0.01)
+    assert good["quiet"]["over_bound"] == pytest.approx(least["pipelined"] / bound, abs=0.01)
+
+
+def test_paths_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has a row of its own; over an emulated wire there is no mapping."""
+    rows = cases(capsys, "70", "--wires", "0", "1", "--paths", "staged", "mapped")
+    assert [(row["path"], row["wire_GB_per_s"]) for row in rows] == [("staged", None), ("mapped", None), ("staged", 1)]
+    first, second, _ = rows
+    assert first["model_over_first"] == first["model_per_chunk_over_first"] == 1
+    assert second["model_over_first"] > 0
+    assert first["all_ms"]["compute"] == second["all_ms"]["compute"]
+    assert all(0 < row["model_pipelined_ms"] <= row["pipelined_ms"] for row in rows)
 
 
 def test_a_file_has_all_that_is_there_after_each_case_in_the_order_asked_for(tmp_path: Path) -> None:
