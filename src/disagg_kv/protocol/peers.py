@@ -229,11 +229,8 @@ class PeerTable:
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
         """Admit, refresh, revive or refuse the sender of a ``Hello``."""
         epoch = Epoch(hello.src)
-        if epoch == self._epoch or epoch in self._retired:
-            self.dropped += 1
-            return []
         known = self._peers.get(epoch)
-        if known is not None and known.ended:
+        if epoch == self._epoch or epoch in self._retired or (known is not None and known.ended):
             self.dropped += 1
             return []
         # A repetition of an admitted Hello need not be checked again; every field but its receiver is compared.
@@ -256,7 +253,7 @@ class PeerTable:
         out: list[PeerEffect] = []
         if known is None:
             out += self._replace(hello.address, epoch)
-        if (known is None or known.parted) and not self._make_link(now, out):
+        if not self._make_link(epoch, now, out):
             return out + self._refuse(hello, self.links.used_up(), now)
         if known is None:
             if not self._make_room(now, out):
@@ -311,10 +308,13 @@ class PeerTable:
 
     def bring_back(self, epoch: Epoch, now: float) -> list[PeerEffect]:
         """A frame of a parted life is used only now; does nothing for another life."""
-        peer, out = self._peers.get(epoch), list[PeerEffect]()
-        if peer is None or not peer.parted or peer.lost:
-            return []
-        if not self._make_link(now, out):
+        peer = self._peers.get(epoch)
+        return self._link_again(epoch, peer, now) if peer is not None and peer.parted else []
+
+    def _link_again(self, epoch: Epoch, peer: KnownPeer, now: float) -> list[PeerEffect]:
+        """A lost or parted life has sent a frame: it is there again if there may be a link to it."""
+        out: list[PeerEffect] = []
+        if not self._make_link(epoch, now, out):
             return out + self._refuse(peer.hello, self.links.used_up(), now)
         return out + self._revive(epoch, peer, now)
 
@@ -383,9 +383,9 @@ class PeerTable:
             self._displaced.popitem(last=False)
         return Forget(address)
 
-    def _make_link(self, now: float, out: list[PeerEffect]) -> bool:
-        """Make room for a link; False: rooms use as many as there may be."""
-        if not self.links.full:
+    def _make_link(self, epoch: Epoch, now: float, out: list[PeerEffect]) -> bool:
+        """Make room for a link to a life, unless it has one; False: rooms use as many as there may be."""
+        if epoch in self.links or not self.links.full:
             return True
         if (oldest := self.links.oldest()) is not None:
             out += self._part(oldest, now)
@@ -411,11 +411,10 @@ class PeerTable:
 
     def _refuse(self, hello: Hello, exc: IncompatiblePeerError | CapacityError, now: float) -> list[PeerEffect]:
         self.dropped += 1
-        refused = refusal(exc, self._epoch, hello, self._address)
-        error = exc.about(hello.name, **hello.who)
-        out: list[PeerEffect] = []
-        if self._answers_to.may(hello.address, now):
-            out += [SendTo(hello.address, refused), *self._remember(RefusedLife.of_hello(hello, error))]
+        refused, error = refusal(exc, self._epoch, hello, self._address), exc.about(hello.name, **hello.who)
+        out: list[PeerEffect] = [SendTo(hello.address, refused)] if self._answers_to.may(hello.address, now) else []
+        if out and Epoch(hello.src) not in self._peers:  # else it lacks only a link: it stays known, and returns
+            out += self._remember(RefusedLife.of_hello(hello, error))
         if self._dials.end(hello.address):
             out.append(Unreachable(hello.address, error))
         return out
@@ -461,8 +460,8 @@ class PeerTable:
         if isinstance(frame, Parted):
             return True, self._part(epoch, now, notify=False) if peer.there and epoch not in self._users else []
         self.links.heard(epoch, now)
-        effects = self.bring_back(epoch, now) if peer.parted else self._revive(epoch, peer, now) if peer.lost else []
-        if peer.parted:
+        effects = [] if peer.there else self._link_again(epoch, peer, now)
+        if not peer.there:
             self.dropped += 1
             return False, effects
         if isinstance(frame, Heartbeat) and frame.ask:

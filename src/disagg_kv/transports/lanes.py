@@ -18,7 +18,8 @@ similar way: all of them are opened, and each connection gets those that reach i
 (https://openucx.readthedocs.io/en/master/faq.html, "Which transports does UCX use?").
 
 A lane that cannot register some memory takes no further peers, with the reason by name. So does a lane whose ``poll``
-raises: its peers are lost and its writes end with that error, and the other lanes go on.
+raises: its peers are lost and its writes end with that error, and the other lanes go on. Whatever a lane's ``connect``
+raises is the reason why a peer gets a later lane.
 """
 
 from __future__ import annotations
@@ -211,8 +212,10 @@ class CombinedTransport:
                 try:
                     carrier.register(ids, buffers)
                     done.append(carrier)
-                except TransportError as error:
-                    refused.append((carrier, text_of(error)))
+                except Exception as error:
+                    if isinstance(error, DisaggKVError) and not isinstance(error, TransportError):
+                        raise  # the caller's fault, whatever the lane
+                    refused.append((carrier, text_of(_named(error))))
             if not done:
                 whys = "; ".join(f"{one.name}: {why}" for one, why in refused) or listed(self.excluded)
                 raise RegistrationError(f"no lane can register this memory: {whys}")
@@ -235,7 +238,7 @@ class CombinedTransport:
             try:
                 if its:
                     carrier.transport.deregister(its)
-            except DisaggKVError as error:
+            except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -285,8 +288,8 @@ class CombinedTransport:
             offer, share_s = offers[carrier.name], max(0.0, until - self._clock()) / (len(mine) - at)
             try:
                 carrier.transport.connect(offer.descriptor, share_s)
-            except DisaggKVError as error:
-                refusals[carrier.name] = error
+            except Exception as error:
+                refusals[carrier.name] = _named(error)
                 continue
             theirs = [one for one in self._carriers if self._may_be_used(one, offers)]
             lane = self._described(carrier, theirs, refusals)
@@ -298,7 +301,7 @@ class CombinedTransport:
             return peer
         if known is None:
             self._disown(peer)
-        raise self._unreached(peer, offers, refusals)
+        raise self._unreached(peer, offers, refusals) from next(iter(refusals.values()), None)
 
     @staticmethod
     def _may_be_used(carrier: _Carrier, offers: Mapping[str, Offer]) -> bool:
@@ -322,8 +325,8 @@ class CombinedTransport:
             if offer is not None and offer.descriptor and not carrier.out:
                 try:
                     mine.append((carrier, carrier.transport.peer_of(offer.descriptor)))
-                except DisaggKVError as error:
-                    refusals[carrier.name] = error
+                except Exception as error:
+                    refusals[carrier.name] = _named(error)
         with self._owning:
             for carrier, its in mine:
                 owner = self._owners.get((carrier.name, its), peer)
@@ -542,6 +545,15 @@ class RingingTransport(MappingTransport):
 
 class RingingAllocatingTransport(RingingTransport, AllocatingMappingTransport):
     """With lanes that give memory, too."""
+
+
+def _named(error: Exception) -> DisaggKVError:
+    """The error of a lane. An adapter may let those of its library through: they become a TransportError's cause."""
+    if isinstance(error, DisaggKVError):
+        return error
+    ours = TransportError(f"{type(error).__name__}: {text_of(error)}")
+    ours.__cause__ = error
+    return ours
 
 
 def _longest(caps: Sequence[Capabilities]) -> float | None:

@@ -591,7 +591,7 @@ def test_frames_that_wait_for_connections_are_bounded_together() -> None:
     def hold(up: Up) -> None:
         frame = Expected(src=up.epoch, dst=Epoch(bytes(16)), room=b"room", generation=1, parked=False)
         for _ in range(64):
-            assert links.hold(frame, 1 << 20)
+            assert links.hold(frame, 1 << 20, lambda _: None)
 
     def held() -> int:
         return sum(len(link.frames) for link in links._links.values()) << 20

@@ -10,10 +10,12 @@ from disagg_kv.endpoints.runtime.link_budget import OWN_LINK, allowed_links, lin
 from disagg_kv.errors import CapacityError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Options, Phase
+from disagg_kv.protocol.tombstones import Tombstones
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport, LinkCost
 from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
+from tests.support.rig_parts import Later
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 ONE = link_cost(InprocChannel(Hub(), "x"), InprocTransport()).nbytes
@@ -148,6 +150,25 @@ def test_what_was_parked_of_a_peer_brings_its_link_back() -> None:
     began = rig.clock()
     late.open_prefill().send(12).finish().released().done()
     assert rig.clock() - began < 0.5, "it waited for a repetition"
+    check(rig)
+
+
+def test_what_was_parked_of_a_peer_is_not_refused_after_its_link_came_back_though_its_number_is_forgotten() -> None:
+    """Its room has not ended: the number only grew old while the frame waited."""
+    rig = Rig(SPEC, options=Options(known_s=60.0))
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    loop, epoch = prefills[0].endpoint.driver.loop, decodes[0].endpoint.driver.loop.me.epoch
+    loop.tombstones = Tombstones(generations=2)
+    late = rig.request("late", prefills, decodes, 12).open_decode().expect()
+    for number in range(4):
+        serve(rig, f"other {number}", prefills, decodes, "P")
+    loop._peer_effects(loop.peers._part(epoch, loop.now, notify=False))
+    loop.connections._background = later = Later()
+    late.open_prefill().send(12).finish()
+    rig.until(lambda: bool(later.jobs), "the new link")
+    later.jobs.pop()()
+    late.released().done()
     check(rig)
 
 

@@ -24,7 +24,7 @@ from disagg_kv.transports import (
     emulate,
     registry,
 )
-from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
+from tests.support.rig import Decodes, Memory, Prefills, Request, Rig, tp_shards
 from tests.unit.endpoints.test_streams import StreamKernels, StreamTransport
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -75,23 +75,29 @@ def test_each_peer_of_an_endpoint_gets_its_lane_and_the_paths_of_it() -> None:
     rig.quiet()
 
 
-def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> None:
-    """A write is posted behind the gather where its lane waits, and after it where not."""
+class Waits(StreamTransport):
+    """A lane that waits for the event of a gather."""
 
-    class Waits(StreamTransport):
-        def __init__(self) -> None:
-            super().__init__()
-            self.name = "waits"
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "waits"
 
-    rig, kernels = Rig(SPEC), StreamKernels()
-    waits = Waits()
+
+def gathered() -> tuple[Rig, Prefills, Request, Waits, StreamKernels]:
+    """A prefill rank sends rows to two decode ranks; of their lanes, only the first waits for the gather."""
+    rig, waits, kernels = Rig(SPEC), Waits(), StreamKernels()
     memory = Memory(transport=lambda: combine([waits, InprocTransport()]))
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
     shards = tp_shards(SPEC, 2)
     decodes = rig.decode(shards, only=[0], memory=Memory(transport=Waits), strategy="staged")
     decodes += rig.decode(shards, only=[1], strategy="staged")
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9)
-    request.finish()
+    return rig, prefills, request.finish(), waits, kernels
+
+
+def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> None:
+    """A write is posted behind the gather where its lane waits, and after it where not."""
+    rig, prefills, request, waits, kernels = gathered()
     rig.until(lambda: bool(waits.held), "a write behind the gather")
     assert list(waits.after.values()) == kernels.queued
     rig.wait(1.0)
@@ -105,20 +111,7 @@ def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> Non
 
 def test_a_gather_that_fails_fails_the_writes_of_every_lane() -> None:
     """Those that wait for it end by themselves."""
-
-    class Waits(StreamTransport):
-        def __init__(self) -> None:
-            super().__init__()
-            self.name = "waits"
-
-    rig, kernels = Rig(SPEC), StreamKernels()
-    memory = Memory(transport=lambda: combine([Waits(), InprocTransport()]))
-    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
-    shards = tp_shards(SPEC, 2)
-    decodes = rig.decode(shards, only=[0], memory=Memory(transport=Waits), strategy="staged")
-    decodes += rig.decode(shards, only=[1], strategy="staged")
-    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9)
-    request.finish()
+    rig, _, request, _, kernels = gathered()
     rig.until(lambda: bool(kernels.queued), "a gather")
     kernels.queued[0].error = RuntimeError("a fault of the device")
     kernels.queued[0].happened = True

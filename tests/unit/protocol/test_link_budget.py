@@ -225,3 +225,41 @@ def test_what_was_kept_of_a_parted_peer_is_used_later() -> None:
     assert a.bring_back(epoch(3), 3.0) == []
     assert a.bring_back(epoch(7), 3.0) == []
     assert a.bring_back(epoch(2), 3.0) == [Up(hello(2))]
+
+
+def full() -> PeerTable:
+    """Knows 2, 3 and 4; rooms use the links to 3 and 4, and there may be no further one; 2 is parted."""
+    a = table(2, limit=2)
+    meet(a, 2, 3)
+    a.use(epoch(3), 0.1)
+    assert unlinked(meet(a, 4, now=0.2)) == [epoch(2)]
+    a.use(epoch(4), 0.3)
+    return a
+
+
+@pytest.mark.parametrize("frame", [hello(2), Heartbeat(src=epoch(2), dst=ME)])
+def test_a_parted_peer_that_is_lost_returns_only_if_there_is_a_link_for_it(frame: Hello | Heartbeat) -> None:
+    def arrives(now: float) -> list[PeerEffect]:
+        return a.on_hello(frame, now) if isinstance(frame, Hello) else a.on_frame(frame, now)[1]
+
+    a = full()
+    a.lose(epoch(2), TransportError("gone"))
+    effects = arrives(2.0)
+    assert any(isinstance(e, SendTo) and isinstance(e.frame, Refused) for e in effects)
+    assert not any(isinstance(e, Up) for e in effects)
+    assert len(a.links) == 2
+    a.check_integrity()
+    a.release(epoch(3))
+    assert Up(hello(2)) in arrives(4.0)
+    assert len(a.links) == 2
+    a.check_integrity()
+
+
+def test_a_peer_that_is_refused_for_want_of_a_link_is_not_remembered_as_one_that_cannot_work_with_us() -> None:
+    """It stays known: once there is a link, nothing is left of the refusal."""
+    a = full()
+    assert not a.on_frame(Heartbeat(src=epoch(2), dst=ME), 2.0)[0]
+    assert a.useless_at("p2", 2.0) is None
+    a.release(epoch(3))
+    assert a.on_frame(Heartbeat(src=epoch(2), dst=ME), 4.0)[0]
+    assert (a.at("p2"), a.useless_at("p2", 4.0)) == (epoch(2), None)

@@ -53,6 +53,37 @@ class Unreachable(InprocTransport):
         raise TransportError("no route")
 
 
+class Careless(InprocTransport):
+    """A user's lane, whose adapter lets the errors of its library through."""
+
+    name = "careless"
+    fails: frozenset[str] = frozenset()
+
+    def _may_fail(self, what: str) -> None:
+        if what in self.fails:
+            raise OSError(f"the card failed: {what}")
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """May fail."""
+        self._may_fail("register")
+        return super().register(buffers)
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """May fail."""
+        self._may_fail("deregister")
+        super().deregister(regions)
+
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """May fail."""
+        self._may_fail("peer_of")
+        return super().peer_of(descriptor)
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """May fail."""
+        self._may_fail("connect")
+        return super().connect(descriptor, timeout_s)
+
+
 class Picky(InprocTransport):
     """A lane that registers no memory from 4,096 bytes on."""
 
@@ -379,3 +410,40 @@ def test_a_lane_that_has_failed_since_a_peer_was_told_of_it_still_delays_that_pe
     fresh.poll()
     peer = fresh.connect(other.local_descriptor(), 1.0)
     assert fresh.lane(peer).caps.drain_s == 0.0, "no peer was offered the lane"
+
+
+@pytest.mark.parametrize("what", ["connect", "peer_of", "register"])
+def test_a_lane_that_raises_a_foreign_error_loses_no_other_lane(what: str) -> None:
+    """The peer gets the next lane, and the reason names the error."""
+    careless = Careless()
+    careless.fails = frozenset({what})
+    source, target = combine([careless, InprocTransport()]), combine([Careless(), InprocTransport()])
+    assert crosses(source, target) == "inproc"
+    (remote,) = source._peers.all.values()
+    assert f"not careless: {'it cannot register the memory: ' * (what == 'register')}" in remote.lane.reason
+    assert f"OSError: the card failed: {what}" in remote.lane.reason
+
+
+def test_a_peer_that_is_reached_over_no_lane_for_a_foreign_error_can_be_connected_later() -> None:
+    """The error has the foreign one as its reason, and nothing of the attempt is left."""
+    careless = Careless()
+    careless.fails = frozenset({"connect"})
+    source, target = combine([careless, Unreachable()]), combine([Careless(), Unreachable()])
+    for side in (source, target):
+        ends(side)
+    with pytest.raises(TransportError, match=r"careless \(OSError: the card failed: connect\)") as caught:
+        source.connect(target.local_descriptor(), 1.0)
+    assert caught.value.__cause__ is not None
+    assert isinstance(caught.value.__cause__.__cause__, OSError)
+    careless.fails = frozenset()
+    assert lane_of(source, source.connect(target.local_descriptor(), 1.0)).name == "careless"
+
+
+def test_memory_is_deregistered_from_every_lane_though_one_raises_a_foreign_error() -> None:
+    careless, other = Careless(), InprocTransport()
+    several = combine([careless, other])
+    region, _ = ends(several)
+    careless.fails = frozenset({"deregister"})
+    with pytest.raises(OSError, match="the card failed: deregister"):
+        several.deregister([region])
+    assert not other._table.items()

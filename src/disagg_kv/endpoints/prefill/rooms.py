@@ -124,7 +124,7 @@ class PrefillSide:
             self._apply(room, machine.cancel(error, now))
         for expect in self._early.take(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
-            if not self._loop.link_again(expect):
+            if not self._loop.link_again(expect, partial(self._on_expect, parked=True)):
                 self._on_expect(expect, parked=True)
 
     def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:

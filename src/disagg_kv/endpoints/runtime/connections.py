@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from typing import TypeVar
 
 from attrs import define, field, frozen
 
@@ -29,6 +30,7 @@ from .background import Background
 from .limited_log import LimitedLog
 from .mapping import UNMAPPED, Mapping
 
+F = TypeVar("F", bound=RoomFrame)
 log = logging.getLogger("disagg_kv")
 
 CONNECT_S = 10.0
@@ -59,7 +61,7 @@ class _Link:
         lane: what carries writes to it; None: it is not connected yet.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
-        frames: what has come meanwhile, and how many bytes that is.
+        frames: calls that take in what has come meanwhile, and how many bytes that is.
     """
 
     up: Up
@@ -72,7 +74,7 @@ class _Link:
     lane: Lane | None = None
     wanted: bool = True
     error: DisaggKVError | None = None
-    frames: list[RoomFrame] = field(factory=list)
+    frames: list[Callable[[], None]] = field(factory=list)
     nbytes: int = 0
 
     @property
@@ -85,12 +87,12 @@ class _Link:
 class ConnectResult:
     """An attempt has ended. ``link`` is the transport's name of the peer, or why there is none.
 
-    ``frames`` have come meanwhile.
+    ``frames`` take in what has come meanwhile.
     """
 
     up: Up
     link: Peer | DisaggKVError
-    frames: Sequence[RoomFrame] = ()
+    frames: Sequence[Callable[[], None]] = ()
 
 
 class Connections:
@@ -234,7 +236,7 @@ class Connections:
         self._due_at = min((link.until for link in waiting if link.error is None), default=inf)
         return out
 
-    def _take(self, link: _Link) -> Sequence[RoomFrame]:
+    def _take(self, link: _Link) -> Sequence[Callable[[], None]]:
         """What has come for an attempt, which is not held any more."""
         frames, link.frames = link.frames, []
         self._early_bytes -= link.nbytes
@@ -261,14 +263,17 @@ class Connections:
         del self._links[link.up.epoch], self._owners[link.peer]
         self._under_way -= not link.linked
 
-    def hold(self, frame: RoomFrame, nbytes: int) -> bool:
-        """Keep a frame of an epoch that is linking; False: its epoch is not. Raises nothing, drops beyond a bound."""
+    def hold(self, frame: F, nbytes: int, then: Callable[[F], None]) -> bool:
+        """Keep a frame of an epoch that is linking; False: its epoch is not. Raises nothing, drops beyond a bound.
+
+        ``then`` takes it, on the endpoint's thread.
+        """
         link = self._links.get(Epoch(frame.src))
         if link is None or link.linked or not link.wanted:
             return False
         nbytes += FRAME_BYTES
         if self._early_bytes + nbytes <= EARLY_BYTES:
-            link.frames.append(frame)
+            link.frames.append(partial(then, frame))
             link.nbytes += nbytes
             self._early_bytes += nbytes
         return True

@@ -44,6 +44,7 @@ from ...protocol import (
 )
 from ...protocol.frames import (
     Decision,
+    Expect,
     Refused,
     RoomFrame,
     Superseded,
@@ -367,7 +368,7 @@ class EventLoop:
         elif isinstance(frame, RoomFrame):
             if frame.src in self.siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
-            if not self.connections.hold(frame, nbytes):
+            if not self.connections.hold(frame, nbytes, self.side.on_frame):
                 self.side.on_frame(frame)
         else:
             self.siblings.beat(Epoch(frame.src))
@@ -435,8 +436,8 @@ class EventLoop:
             self._process_monitor.watch(up.epoch, up.hello)
             self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
             self.side.on_up(self.remotes[up.epoch])
-        for frame in linked.frames:
-            self._guard(self.side.on_frame, frame)
+        for take_in in linked.frames:
+            self._guard(take_in)
 
     def _get_ready(self, peer: Peer, hello: Hello) -> Mapping:
         """On a thread that has just connected a peer: make kernels ready for it, and open what paths use of it."""
@@ -477,13 +478,13 @@ class EventLoop:
         if self.peers.known(epoch) is None:
             self.peer_registry.lost(epoch)
 
-    def link_again(self, frame: RoomFrame) -> bool:
+    def link_again(self, frame: Expect, then: Callable[[Expect], None]) -> bool:
         """Keep a frame of a parted life until its link is there again; False: it is no such frame.
 
-        The frame was taken when the life had a link, and is used only now.
+        The frame was taken when the life had a link, and is used only now, by ``then``.
         """
         self._peer_effects(self.peers.bring_back(Epoch(frame.src), self.now))
-        return self.connections.hold(frame, 0)
+        return self.connections.hold(frame, 0, then)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
