@@ -44,6 +44,13 @@ def test_worlds_are_large_enough(summary: Summary) -> None:
     assert len(summary.missing()) < 40
 
 
+def test_engines_change_their_minds_within_a_step(summary: Summary) -> None:
+    """They give rooms up, and take pages away, before the endpoint has begun what came just before."""
+    seen = {mark.removeprefix("at once:") for mark in summary.marks if mark.startswith("at once:")}
+    assert {mark.split()[0] for mark in seen} == {"abort", "withdraw"}
+    assert {mark.split(maxsplit=1)[1] for mark in seen} >= {"after Expect", "after rows"}
+
+
 @pytest.mark.parametrize("seed", [4106285, 4039386])
 def test_a_room_that_prefill_ends_for_its_own_silence_is_told_to_decode(seed: int) -> None:
     """Only that room had lost the peer, which heard no more of it, and waited for its deadline."""

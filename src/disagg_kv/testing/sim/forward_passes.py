@@ -8,6 +8,7 @@ from functools import partial
 from ...endpoints import PrefillEndpoint
 from ...endpoints.prefill.handle import ForwardPass
 from ...ids import LayerId
+from .at_once import AtOnce
 from .cluster import Cluster
 from .events import SimEvent
 from .fault import survives
@@ -28,10 +29,11 @@ class ForwardPasses:
     its own.
     """
 
-    def __init__(self, world: Cluster, node: SimNode) -> None:
+    def __init__(self, world: Cluster, node: SimNode, at_once: AtOnce) -> None:
         schedule = world.scenario.schedule
         self._world = world
         self._node = node
+        self._at_once = at_once
         self._free = node.split.world == 1 or schedule is None or schedule.fixed is not None
         self._together = self._free or survives(world.scenario.faults)
         self._listed = world.passes.setdefault(node.instance, [])
@@ -101,7 +103,7 @@ class ForwardPasses:
         if not self._node.alive:
             return
         layer = layers.pop()
-        self._say(partial(step.layer_ready, layer, self._by_event(chunks, [layer])))
+        self._say(chunks, partial(step.layer_ready, layer, self._by_event(chunks, [layer])))
         if layers and self._world.random.random() < 0.85:
             self._world.later(0.001, partial(self._layer, step, chunks, layers))
         else:
@@ -111,19 +113,22 @@ class ForwardPasses:
         """A pass ends; layers that were not announced are final then, or at an event."""
         if layers and len(layers) < len(self._node.memory.pool.site.shard.layers()):
             self._world.saw(Kind.LAYERS_REST)
-        self._say(partial(step.close, self._by_event(chunks, layers)))
+        self._say(chunks, partial(step.close, self._by_event(chunks, layers)))
         self._running = False
         for chunk in chunks:
             chunk.entry.room.chunk(chunk.entry, chunk.number + 1)
         if self._waiting:
             self._world.later(0.0, self._next)
 
-    def _say(self, call: Callable[[], object]) -> None:
+    def _say(self, chunks: Sequence[Chunk], call: Callable[[], object]) -> None:
         """A call that makes layers final; it may launch copies."""
-        before = self._node.kernels.copies
+        before, entries = self._node.kernels.copies, [chunk.entry for chunk in chunks]
+        self._at_once.before_layers(entries)
         call()
-        if self._node.kernels.copies > before:
+        launched = self._node.kernels.copies > before
+        if launched:
             self._world.saw(Kind.ARMED)
+        self._at_once.after_layers(entries, launched=launched)
 
     def _by_event(self, chunks: Sequence[Chunk], layers: list[LayerId]) -> SimEvent | None:
         """Layers of rows are in their pages now, or when the event happens."""

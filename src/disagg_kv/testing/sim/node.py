@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from math import inf
 
-from ...channels import Arrived
+from ...channels import Arrived, Closed, Opened
 from ...endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.prefill.inspection import PrefillInspection
@@ -154,10 +154,10 @@ class SimNode(SimProcess):
             what = f"{commands} commands and {frames} frames in one step"
             self.world.violation("I4", f"{self.address}: {what}, in which a heartbeat may be due")
 
-    def take_in(self, frame: bytes) -> None:
+    def take_in(self, event: Arrived | Closed | Opened) -> None:
         """Take in a frame, and do nothing else: its consequences are left to the next step. No frame ends it (I7)."""
         try:
-            self.loop.take_in(Arrived(frame))
+            self.loop.take_in(event)
         except Broken as exc:
             self.world.violation("I7", f"{self.address}: a frame would have ended the endpoint's thread: {exc!r}")
 

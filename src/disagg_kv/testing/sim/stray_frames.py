@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from msgspec import structs
 
+from ...channels import Arrived
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.prefill.inspection import PrefillInspection
 from ...ids import Epoch, RoomId
@@ -151,7 +152,7 @@ class StrayFrames:
         """Outside of a step: in one, a write of the room itself may fail just before the frame is taken in."""
         self._world.hit(FaultClass.OUT_OF_TURN)
         before, after = machine.state, machine.ignored + counted
-        node.take_in(self._codec.encode(frame))
+        node.take_in(Arrived(self._codec.encode(frame)))
         if steady and (machine.state, machine.ignored) != (before, after):
             then = f"{machine.state}, {machine.ignored} ignored instead of {after}"
             self._world.violation("I7", f"{node.address}: {type(frame).__name__} out of turn in {before}: {then}")
@@ -163,7 +164,7 @@ class StrayFrames:
         assert peer is not None
         before = machine.state, machine.ignored, peer.last_frame_at, peer.proved
         earlier = {**head, "dst": b"old" + head["dst"][3:]}
-        node.take_in(self._codec.encode(_frame(Abort, cast("Head", earlier))))
+        node.take_in(Arrived(self._codec.encode(_frame(Abort, cast("Head", earlier)))))
         if (machine.state, machine.ignored, peer.last_frame_at, peer.proved) != before:
             self._world.violation("I7", f"{node.address}: takes a frame to an earlier life of it")
 
@@ -182,7 +183,7 @@ class StrayFrames:
             self._world.hit(FaultClass.STALE)
             self._world.mark("greeting:of an older life")
             older = structs.replace(there.hello, src=b"old" + epoch[3:], dst=b"", born=there.hello.born - 1)
-            node.take_in(self._codec.encode(older))
+            node.take_in(Arrived(self._codec.encode(older)))
             if peers.addresses.get(address) != epoch:
                 self._world.violation("I7", f"{node.address}: a late greeting gave {address} back to an older life")
 

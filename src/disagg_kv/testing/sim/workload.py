@@ -11,6 +11,7 @@ from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError, LocalProtocolError, QuarantineFullError, SupersededError
 from ...protocol import Phase
 from ...strategies import LayerPipelined
+from .at_once import AtOnce
 from .cached_requests import CachedRequest
 from .check import Checks
 from .cluster import Cluster
@@ -35,6 +36,7 @@ class Room(SimRoom):
         world: Cluster,
         check: Checks,
         reused: ReusedIds,
+        at_once: AtOnce,
         passes: Callable[[SimNode], ForwardPasses],
         number: int,
         plan: Request,
@@ -46,6 +48,7 @@ class Room(SimRoom):
         self.world = world
         self._check = check
         self._reused = reused
+        self._at_once = at_once
         self._passes = passes
         self._cached = None if plan.prompt is None else CachedRequest(self, world, check, plan.prompt)
         self._begin()
@@ -190,6 +193,7 @@ class Room(SimRoom):
         else:
             entry.write(chunk.start, chunk.stop, entry.pages)
         handle.send_chunk(self.world.count(chunk.stop), chunk.tables, ready)
+        self._at_once.rows(entry)
         if self.plan.burst:
             self.chunk(entry, number + 1)
             return

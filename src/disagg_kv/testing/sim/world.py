@@ -11,6 +11,7 @@ from heapq import heappop
 from ...errors import EndpointBrokenError, UnknownNameError
 from ...protocol import Phase
 from ...transports import PeerEvent
+from .at_once import AtOnce
 from .check import Checks
 from .cluster import Cluster
 from .fault import FaultClass
@@ -76,6 +77,7 @@ class World(Cluster):
         self._outages = Outages(self)
         self._junk_calls = JunkCalls(self)
         self._reused = ReusedIds(self, self._begin_room)
+        self._at_once = AtOnce(self)
         self._stray = FaultClass.OUT_OF_TURN in scenario.faults
         self._stale = FaultClass.STALE in scenario.faults
         for number, split in enumerate(scenario.prefills):
@@ -299,7 +301,7 @@ class World(Cluster):
 
     def _passes_of(self, node: SimNode) -> ForwardPasses:
         if node not in self._passes:
-            self._passes[node] = ForwardPasses(self, node)
+            self._passes[node] = ForwardPasses(self, node, self._at_once)
         return self._passes[node]
 
     def _next_room(self) -> None:
@@ -318,7 +320,8 @@ class World(Cluster):
         """Engines begin a request; see :class:`Room`."""
         self.bound = max(self.bound, self.now + plan.total_s + SETTLE_S)
         number = len(self.rooms) + 1
-        self.rooms.append(Room(self, self._check, self._reused, self._passes_of, number, plan, first, again))
+        parts = self._check, self._reused, self._at_once, self._passes_of
+        self.rooms.append(Room(self, *parts, number, plan, first, again))
 
     # Running.
 
@@ -388,6 +391,8 @@ class World(Cluster):
         while self.dirty and not self.violations:
             node = self.lives[self.dirty.pop(0).epoch]
             node.touched = False
+            if node.alive and not node.paused and self._at_once.awaits(node):
+                self._step_before_frames(node)
             if node.alive and not node.paused:
                 self._step(node)
                 steps += 1
@@ -395,6 +400,15 @@ class World(Cluster):
                 self.violation(
                     "I4", f"{node.address}: {steps} steps, in which no time passes and nothing comes to rest"
                 )
+
+    def _step_before_frames(self, node: SimNode) -> None:
+        """Frames come after a step; the process takes them in, and its engine acts before the next one."""
+        frames, node.channel.inbox = node.channel.inbox, []
+        self._step(node)
+        if node.paused:
+            node.channel.inbox = [*frames, *node.channel.inbox]
+        elif not node.failing:
+            self._at_once.expected(node, frames)
 
     def _step(self, node: SimNode) -> None:
         """One process makes a step; then every rule is checked."""
