@@ -41,7 +41,9 @@ class Report:
     Args:
         path: name of the path; on prefill the last choice, on decode the path of the bytes that arrived.
         reason: why that path was chosen.
-        lane: on prefill, the transport that carries the bytes to the decode rank of the last choice.
+        lane: the transport that carries the bytes: on prefill, to the decode rank of the last choice; on decode, those
+            of all prefill ranks that send rows, with ``+`` between them; "": not known yet.
+        lane_reason: on prefill, why that transport.
         groups: number of layer groups of the last chunk; 0: not decided yet.
         schedule: why that number was chosen.
         nbytes: bytes written to peers, or placed in the pages of this rank.
@@ -60,6 +62,7 @@ class Report:
     path: str = ""
     reason: str = ""
     lane: str = ""
+    lane_reason: str = ""
     groups: int = 0
     schedule: str = ""
     nbytes: int = 0

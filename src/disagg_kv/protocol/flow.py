@@ -85,6 +85,7 @@ class FlowPlan:
         groups: how the layers of some rows are grouped; None: all together.
         pace: how fast we are, once all is sent.
         bells: where its segments may be announced before their frames; None: nowhere.
+        lane: the name of what carries its bytes.
     """
 
     rank: Rank
@@ -97,6 +98,7 @@ class FlowPlan:
     groups: Grouping | None = None
     pace: Callable[[], WirePace | None] = lambda: None
     bells: WireBells | None = None
+    lane: str = ""
 
 
 class Flow(Machine[Sending]):
@@ -220,7 +222,7 @@ class Flow(Machine[Sending]):
     # Moving.
 
     def _on_expect_again(self, event: Expect) -> None:
-        self._send(Expected(**self._head, parked=False))
+        self._send(Expected(**self._head, parked=False, lane="" if self.plan is None else self.plan.lane))
 
     def _on_offered(self, event: Offered) -> None:
         self._advance(changed=event.changed)

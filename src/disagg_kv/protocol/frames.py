@@ -238,9 +238,10 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
 
 class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):
-    """Answer to ``Expect``; ``parked``: the engine has not opened the room yet."""
+    """Answer to ``Expect``; ``parked``: the engine has not opened the room yet. ``lane``: what carries its writes."""
 
     parked: bool
+    lane: Name = ""
 
 
 class StagingRequest(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=5):

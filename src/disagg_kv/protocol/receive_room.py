@@ -105,8 +105,9 @@ class ReceiveRoom(DrainingRoom):
         source: str = "",
     ) -> None:
         super().__init__(room, generation, epoch, options, tag, source)
-        self.path = ""
+        self.path = self.lane = ""
         self.paths: dict[Rank, str] = {}
+        self._lanes: set[str] = set()
         self._options = options
         self._deadline = now + options.total_s
         self._claim_by = inf
@@ -209,6 +210,9 @@ class ReceiveRoom(DrainingRoom):
         w = self._writer(event)
         if not event.parked:
             self._repeat.stop(("expect", w.rank))
+            if self._intake is not None and self._intake.parts[w.rank]:
+                self._lanes.add(event.lane)
+                self.lane = "+".join(sorted(self._lanes - {""}))
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
         self._repeat.slow(("expect", w.rank), self._options.silence_s / 2)

@@ -66,6 +66,8 @@ def test_each_peer_of_an_endpoint_gets_its_lane_and_the_paths_of_it() -> None:
     two = rig.request("two", far, decodes, 9, "Q").start(9).landed()
     reports = [request.sends[0].report for request in (one, two)]
     assert [(report.lane, report.path) for report in reports] == [("shm", "mapped"), ("far", "staged")]
+    assert [report.lane_reason for report in reports] == ["the first lane", "the only transport"]
+    assert [request.receives[0].report.lane for request in (one, two)] == ["shm", "far"]
     assert "mapped cannot: transport 'far' does not map" in reports[1].reason
     (at_near,), (at_far,) = near[0].endpoint.peers(), far[0].endpoint.peers()
     assert (at_near.lane, at_near.lane_reason) == ("shm", "the first lane")
@@ -93,6 +95,21 @@ def gathered() -> tuple[Rig, Prefills, Request, Waits, StreamKernels]:
     decodes += rig.decode(shards, only=[1], strategy="staged")
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9)
     return rig, prefills, request.finish(), waits, kernels
+
+
+@pytest.mark.parametrize(("tp", "expected"), [(1, ["far+shm"]), (2, ["shm", "far"])])
+def test_decode_reports_the_lanes_of_the_ranks_that_send_it_rows(tp: int, expected: list[str]) -> None:
+    """Each rank writes over its own lane; the lane of one that sends nothing to a decode rank does not count there."""
+    rig, shards = Rig(SPEC), tp_shards(SPEC, 2)
+    decodes = rig.decode(tp_shards(SPEC, tp), memory=lanes(ShmTransport, Far))
+    prefills = rig.prefill(shards, only=[0], memory=lanes(ShmTransport, Far))
+    prefills += rig.prefill(shards, only=[1], memory=lanes(Far))
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9)
+    assert [receive.report.lane for receive in request.receives] == [""] * tp
+    request.open_prefill().send(9).finish().landed()
+    assert [receive.report.lane for receive in request.receives] == expected
+    assert [send.report.lane for send in request.sends] == ["shm", "far"]
+    rig.quiet()
 
 
 def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> None:

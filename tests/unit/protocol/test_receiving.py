@@ -96,6 +96,15 @@ def test_expect_is_repeated_to_each_rank_until_it_is_expected_and_not_only_parke
     assert room.machine.next_at() == 300.0
 
 
+def test_the_lanes_of_the_writers_are_known_from_their_answers() -> None:
+    """A repeated answer, or one of a rank whose room is not open yet, adds none."""
+    room = Room()
+    room.say(Expected(**head(0), parked=False, lane="shm"), Expected(**head(1), parked=True))
+    assert room.machine.lane == "shm"
+    room.say(Expected(**head(1), parked=False, lane="nixl"), Expected(**head(0), parked=False, lane="shm"))
+    assert room.machine.lane == "nixl+shm"
+
+
 def test_frames_of_strangers_and_frames_before_the_beginning_only_count() -> None:
     room = Room(begun=False)
     assert room.say(request(0), chunk(0), done(0), abort(0), drained(0), Expected(**head(0), parked=False)) == []

@@ -495,6 +495,7 @@ class DecodeSide:
             self._hold(room)
         report.segments, report.nbytes = machine.inbound.segments_placed, machine.inbound.bytes_placed
         report.path = machine.path or ("exposed pages" if machine.inbound.segments_placed else "")
+        report.lane = machine.lane
         released = machine.released and room.checking is None
         if released and "total" not in report.seconds:
             report.spend("total", self._loop.now - room.opened)

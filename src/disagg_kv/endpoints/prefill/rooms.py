@@ -366,7 +366,7 @@ class PrefillSide:
             return
         generation = self._join(room, frame)
         head = room_head(loop.me.epoch, epoch, name, generation)
-        loop.send(Send(epoch, Expected(**head, parked=False)))
+        loop.send(Send(epoch, Expected(**head, parked=False, lane=loop.lane(epoch).name)))
         try:
             route, plan = self._router.find(
                 name,
@@ -385,7 +385,8 @@ class PrefillSide:
             return
         room.routes[epoch] = route
         report = room.handle.report
-        report.path, report.reason, report.lane = route.path.name, route.reason, route.lane.name
+        report.path, report.reason = route.path.name, route.reason
+        report.lane, report.lane_reason = route.lane.name, route.lane.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), loop.now))
         for cuts in room.passes.values():

@@ -193,6 +193,7 @@ class Router:
             grouping,
             partial(self._measured, lane),
             None if bells is None else frame.bells,
+            lane.name,
         )
         return route, plan
 
