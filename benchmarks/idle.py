@@ -35,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from math import inf
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ from disagg_kv.bench.ranks import Ranks, running
 from disagg_kv.bench.shape import Role, TransferShape
 from disagg_kv.channels import Channel, UnixChannel, ZmqChannel
 from disagg_kv.endpoints.runtime import event_loop
-from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
+from disagg_kv.endpoints.runtime.idle import SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.ids import LayerId
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import StaticRendezvous
@@ -134,7 +135,7 @@ class Without(IdlePolicy):
         if "pause of a pass" in self._off:
             in_pass_s = 0.0
         if "short pauses" in self._off:
-            self._pause = LONGEST_PAUSE_S
+            self._polls_since = -inf
         return super().rest(now, timeout_s, busy=busy, commanded=commanded, more=more, rooms=rooms, in_pass_s=in_pass_s)
 
 

@@ -34,7 +34,8 @@ from .shape import WIRE, Role, TransferShape
 from .timing import Queued, Still, Timed
 
 LOOK_S = 0.0005
-"""How often a rank looks whether its room has ended; the endpoint has noted when it had."""
+"""How often a rank looks whether its room has ended. On a GPU, decode looks all the time, as an idle engine's loop: its
+cores are many, and bells are noticed when it looks."""
 
 SELDOM_S = 0.002
 """The same where the end is not measured: each look takes time from the ranks that still work."""
@@ -43,7 +44,7 @@ BELLS = 512
 """Blocks of slots of a decode rank that has bells."""
 
 BUSY_S = 0.001
-"""Seconds of Python code between two polls of an engine thread that is busy."""
+"""Seconds for which an engine thread that is busy keeps the interpreter."""
 
 GRANTED_S = 0.02
 """Seconds after which the grants for announced rows have arrived."""
@@ -250,6 +251,7 @@ class DecodeRank:
     def __init__(self, setup: Setup) -> None:
         shape, shards = setup.shape, setup.shape.shards("decode")
         self._shape = shape
+        self._look_s = LOOK_S if setup.device == "cpu" else 0.0
         self._ids = page_ids(shape, "decode", setup.rank)
         self._pools: dict[str, PagedPool] = {}
         self._right: list[torch.Tensor] = []
@@ -306,7 +308,7 @@ class DecodeRank:
     def move(self) -> Moved:
         """Wait until everything is there."""
         reception = self._reception
-        _until(lambda: reception.phase is Phase.DONE, reception, self._shape)
+        _until(lambda: reception.phase is Phase.DONE, reception, self._shape, self._look_s)
         ended = reception.report.ended
         assert ended is not None
         _until(lambda: reception.released, reception, self._shape)
@@ -438,9 +440,10 @@ def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, l
 def wait_until(
     good: Callable[[], bool], handle: RoomHandle, timeout_s: float, pause_s: float, *, busy: bool = False
 ) -> None:
-    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time. 0: do not sleep.
+    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time.
 
-    ``busy``: run Python code in place of each pause, for :data:`BUSY_S`.
+    ``busy``: look all the time, in Python, and give the interpreter away once in :data:`BUSY_S`. With pauses of 0 it is
+    given away at each look.
     """
     until = time.monotonic() + timeout_s
     while not good():
@@ -449,16 +452,20 @@ def wait_until(
         if time.monotonic() > until:
             raise DeadlineError(f"{room_name(handle.room)}: not done after {timeout_s:g} s")
         if busy:
-            run_python(BUSY_S)
-        elif pause_s:
+            run_python(BUSY_S, good)
+        else:
             time.sleep(pause_s)
 
 
-def run_python(seconds: float) -> None:
-    """Run Python code, as an engine does, and then release the interpreter once, as a kernel launch does."""
+def run_python(seconds: float, good: Callable[[], bool] = lambda: False) -> None:
+    """Run Python code, as an engine does, and then release the interpreter once, as a kernel launch does.
+
+    It returns at once when it is ``good``.
+    """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        pass
+        if good():
+            return
     time.sleep(0)
 
 

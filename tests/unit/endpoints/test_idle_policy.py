@@ -24,17 +24,19 @@ def rest(policy: IdlePolicy, at: float = 0.0, *, busy: bool, more: bool = False,
     return policy.rest(at, 1.0, busy=busy, commanded=False, more=more, rooms=True, in_pass_s=in_pass_s)
 
 
-def pauses(caps: Capabilities, busy: Sequence[bool]) -> list[float]:
-    """Of an endpoint that makes a step each second."""
+def pauses(caps: Capabilities, at: Sequence[float]) -> list[float]:
+    """Of steps of an endpoint that waits for a write; then of one that does not, and of one that does again."""
     policy = IdlePolicy(caps, Options(), 0.0)
-    return [rest(policy, at, busy=one).pause_s for at, one in enumerate(busy)]
+    more = [rest(policy, at[-1] + n, busy=busy).pause_s for n, busy in ((1, False), (2, True))]
+    return [*[rest(policy, one, busy=True).pause_s for one in at], *more]
 
 
-def test_on_a_slow_wire_pauses_grow_until_it_sleeps() -> None:
+def test_on_a_slow_wire_pauses_are_a_share_of_the_time_that_has_passed() -> None:
     """A write may take seconds there: the thread polls 2,000 times a second, not 20,000 times."""
-    grown = [SHORTEST_PAUSE_S * 2**n for n in range(4)] + [LONGEST_PAUSE_S] * 2
-    assert pauses(SLOW, [True] * 6 + [False, True]) == [*grown, 0.0, SHORTEST_PAUSE_S]
-    assert pauses(FAST, [True] * 6 + [False, True]) == [SHORTEST_PAUSE_S] * 6 + [0.0, SHORTEST_PAUSE_S]
+    at = [1.0, 1.001, 1.004, 1.008, 1.016, 9.0]
+    least, most = SHORTEST_PAUSE_S, LONGEST_PAUSE_S
+    assert pauses(SLOW, at) == pytest.approx([least, least, 0.004 / 32, 0.008 / 32, most, most, 0.0, least])
+    assert pauses(FAST, at) == [least] * 6 + [0.0, least]
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -9,7 +9,8 @@ is in one of two states, and after each step :meth:`IdlePolicy.rest` says in whi
   happened lately.
 * Awake: it polls, with a pause after each poll, while copies or events are in flight. On wires of 50 GB/s and more it
   also polls for ``Options.linger_s`` after an event, while rooms are open and no forward pass runs, and all pauses are
-  equal. On slower wires a write may take seconds: each pause is twice as long as the one before, up to a bound.
+  equal. On slower wires a write may take seconds: each pause is a share of the time for which the endpoint has polled
+  already, up to a bound. So an end is noticed late by that share of the write's time, and few polls are in vain.
 
 A forward pass of the engine needs the interpreter. During one, the endpoint blocks for up to ``in_pass_s`` instead of
 pausing. A message ends that wait.
@@ -18,6 +19,8 @@ What the choice is made from is passed in, so this module reads no clock, no cha
 """
 
 from __future__ import annotations
+
+from math import inf
 
 from attrs import frozen
 
@@ -32,6 +35,9 @@ TARGET_S = 0.001
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Seconds between two polls of copies and events that only polling shows to be done."""
+
+PAUSE_SHARE = 1 / 32
+"""A pause on a slow wire, of the time since the thread began to poll."""
 
 FAST_BYTES_PER_S = 5e10
 """On a wire of this speed every pause is the shortest: in the longest one it moves tens of MiB."""
@@ -63,7 +69,7 @@ class IdlePolicy:
         fast = caps.bytes_per_s >= FAST_BYTES_PER_S
         self.linger_s = options.linger_s if fast else 0.0
         self._longest = SHORTEST_PAUSE_S if fast else LONGEST_PAUSE_S
-        self._pause = SHORTEST_PAUSE_S
+        self._polls_since = inf
         self._awake_until = now
 
     def on_message(self, now: float) -> None:
@@ -88,10 +94,9 @@ class IdlePolicy:
             return Rest(0.0, 0.0)
         lingers = timeout_s > 0 and now < self._awake_until and rooms and not in_pass_s
         if not busy and not lingers:
-            self._pause = SHORTEST_PAUSE_S
+            self._polls_since = inf
             return Rest(timeout_s, 0.0)
         if block_s := min(timeout_s, in_pass_s):
             return Rest(block_s, 0.0)
-        pause_s = self._pause
-        self._pause = min(2 * pause_s, self._longest)
-        return Rest(0.0, pause_s)
+        self._polls_since = min(self._polls_since, now)
+        return Rest(0.0, min(max(SHORTEST_PAUSE_S, PAUSE_SHARE * (now - self._polls_since)), self._longest))
