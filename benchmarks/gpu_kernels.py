@@ -6,11 +6,11 @@ A copy goes from pages to pages of another pool on the same GPU: see ``benchmark
 
 48 layers, 8 heads of 128, K and V, pages in shuffled order. What each rank of the named tensor-parallel sizes does is
 one call. The bytes are checked against the reference before anything is timed. ``device_us`` is per call over calls
-that are queued one after another, event to event; copies of the same bytes are timed in turn with them, and ``share``
-is their time over ours: medians. A copy writes as much as it reads, and so do gather and scatter; a checksum only
-reads, so its ``GB_per_s`` counts the bytes once and its share may exceed 1. ``host_us`` is what the call takes on the
-host while the GPU is idle, ``host_new_us`` the same where no segment had as many tokens before, ``latency_us`` from
-the call to the end of its event as the host sees it.
+that were all queued before the GPU began the first, event to event; copies of the same bytes are timed in turn with
+them, and ``share`` is their time over ours: medians. A copy writes as much as it reads, and so do gather and scatter; a
+checksum only reads, so its ``GB_per_s`` counts the bytes once and its share may exceed 1. ``host_us`` is what the call
+takes on the host while the GPU is idle, ``host_new_us`` the same where no segment had as many tokens before,
+``latency_us`` from the call to the end of its event as the host sees it.
 
     python benchmarks/gpu_kernels.py > benchmarks/results/h200_kernels.json
 """
@@ -32,6 +32,7 @@ import torch
 import triton
 from attrs import evolve, frozen
 
+from disagg_kv.bench.timing import Queued as Sleeping
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Checksums, Move, PageMove, Pages, ReferenceKernels
@@ -49,6 +50,8 @@ from disagg_kv.planning import PageCopy, StagedLayout
 KV = GroupId("kv")
 HEADS, DIM = 8, 128
 QUEUED, ROUNDS = 8, 7
+ASLEEP_S = 2e-3
+"""How long the GPU sleeps at first while calls are queued."""
 
 
 @frozen
@@ -341,16 +344,22 @@ def _finish(device: str) -> None:
 
 
 def _queued(run: Callable[[Event | None], Event | None]) -> float:
-    """Seconds per call of calls that the GPU has all been given before it begins."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(4_000_000)
-    begin.record()
-    for event in [run(begin) for _ in range(QUEUED)]:
-        if isinstance(event, Mark):
-            event.precede(torch.cuda.current_stream().cuda_stream)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / QUEUED
+    """Seconds per call of calls that the GPU has all been given before it begins.
+
+    It sleeps meanwhile. Where that was too short, the calls are made again, behind a sleep of twice the time they took.
+    """
+    end, asleep_s = torch.cuda.Event(enable_timing=True), ASLEEP_S
+    while True:
+        begin, started = Sleeping(asleep_s).over, time.perf_counter()
+        for event in [run(begin) for _ in range(QUEUED)]:
+            if isinstance(event, Mark):
+                event.precede(torch.cuda.current_stream().cuda_stream)
+        end.record()
+        asleep, took = not begin.query(), time.perf_counter() - started
+        end.synchronize()
+        if asleep:
+            return float(begin.elapsed_time(end)) / 1e3 / QUEUED
+        asleep_s = 2 * max(asleep_s, took)
 
 
 def _host(runs: Iterable[Callable[[], Event | None]]) -> tuple[float, float]:
