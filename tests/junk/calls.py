@@ -191,9 +191,9 @@ def _decode(bench: Bench) -> Ready:
 
 
 @covers("Environment.__init__", clock="function", sleep="function", thread="flag", life="thing or none",
-        background="function or none")  # fmt: skip
+        switch_s="seconds or none", background="function or none")  # fmt: skip
 def _environment(bench: Bench) -> Ready:
-    quiet = {"sleep": lambda seconds: None, "thread": False, "life": None, "background": None}
+    quiet = {"sleep": lambda seconds: None, "thread": False, "life": None, "switch_s": None, "background": None}
     return Environment, {"clock": bench.rig.clock, **quiet}
 
 

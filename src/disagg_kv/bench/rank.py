@@ -30,6 +30,7 @@ from ..strategies import LayerPipelined, Schedule, strategy
 from ..transports import SupportsAllocate, Transport, between_processes, emulate
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, blank, fill, page_ids, poison, wrong
+from .decode_load import DecodeLoad
 from .shape import WIRE, Role, TransferShape
 from .timing import Queued, Still, Timed
 
@@ -45,6 +46,9 @@ BELLS = 512
 
 BUSY_S = 0.001
 """Seconds for which an engine thread that is busy keeps the interpreter."""
+
+ALONE = 8
+"""Steps of a decode rank before each transfer."""
 
 GRANTED_S = 0.02
 """Seconds after which the grants for announced rows have arrived."""
@@ -107,6 +111,8 @@ class Moved:
         placed: decode: when its own rows were all in its pages.
         called: prefill: seconds of the call that makes the last rows final.
         bells: decode: its engine knew of the end from bells.
+        steps, alone: decode, with a load: seconds of its steps during the transfer, and of as many as :data:`ALONE`
+            before it.
     """
 
     began: float
@@ -121,6 +127,8 @@ class Moved:
     placed: float = 0.0
     called: float = 0.0
     bells: bool = False
+    steps: tuple[float, ...] = ()
+    alone: tuple[float, ...] = ()
 
 
 class PrefillRank:
@@ -157,7 +165,7 @@ class PrefillRank:
                 slots=shape.slots,
                 options=_options(shape, name),
                 schedule=_schedule(shape, name),
-                environment=Environment(thread=self.threaded),
+                environment=Environment(thread=self.threaded, switch_s=shape.switch_s),
                 **_how(shape, name),
             )
             for name in shape.runs
@@ -252,6 +260,8 @@ class DecodeRank:
         shape, shards = setup.shape, setup.shape.shards("decode")
         self._shape = shape
         self._look_s = LOOK_S if setup.device == "cpu" else 0.0
+        self._load = DecodeLoad(setup.device) if shape.decode_load else None
+        self._alone: tuple[float, ...] = ()
         self._ids = page_ids(shape, "decode", setup.rank)
         self._pools: dict[str, PagedPool] = {}
         self._right: list[torch.Tensor] = []
@@ -278,6 +288,7 @@ class DecodeRank:
                 rank=setup.rank,
                 shards=shards,
                 ring_bytes=shape.ring_bytes,
+                environment=Environment(switch_s=shape.switch_s),
                 options=_options(shape, name),
                 **_how(shape, name),
             )
@@ -304,15 +315,24 @@ class DecodeRank:
             blank(self._ends[strategy].staging)
         self._reception = self._ends[strategy].open(RoomId(room), Source("prefill"))
         self._reception.expect(Expectation(self._shape.tokens, [PageTable(KV, self._ids)]))
+        if self._load is not None:
+            self._alone = tuple(self._load.step() for _ in range(ALONE))
 
     def move(self) -> Moved:
         """Wait until everything is there."""
         reception = self._reception
-        _until(lambda: reception.phase is Phase.DONE, reception, self._shape, self._look_s)
+        steps: list[float] = []
+
+        def done() -> bool:
+            if self._load is not None:
+                steps.append(self._load.step())
+            return reception.phase is Phase.DONE
+
+        _until(done, reception, self._shape, self._look_s)
         ended = reception.report.ended
         assert ended is not None
         _until(lambda: reception.released, reception, self._shape)
-        return _moved(reception, ended, ended)
+        return evolve(_moved(reception, ended, ended), steps=tuple(steps), alone=self._alone)
 
     def wrong(self, strategy: str) -> int:
         """Bytes of the pool that are not as they must be: looked up once, and compared with what was right then."""

@@ -43,6 +43,8 @@ class TransferShape:
         group: layers of a group where a schedule cuts them; None: as it chooses.
         programs: on GPUs: most programs of a copy into mapped pages; None: one per multiprocessor.
         busy: during a transfer, each rank's engine thread runs Python code between two polls.
+        decode_load: during a transfer, each decode rank runs steps like those of a decode engine between two polls.
+        switch_s: what the ranks' endpoints set as the interpreter's switch interval; None: nothing.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
         bells: each strategy is measured once more with bells.
@@ -74,6 +76,8 @@ class TransferShape:
     group: int | None = None
     programs: int | None = None
     busy: bool = False
+    decode_load: bool = False
+    switch_s: float | None = None
     wire_bytes_per_s: float | None = None
     verify: Verify = "off"
     bells: bool = False
@@ -133,6 +137,8 @@ class TransferShape:
         check_verify(self.verify)
         if self.decode_dtype not in (None, self.dtype) and (self.dtype, self.decode_dtype) not in CONVERSIONS:
             raise ConfigurationError(f"there is no conversion from {self.dtype!r} to {self.decode_dtype!r}")
+        if self.busy and self.decode_load:
+            raise ConfigurationError("busy and decode_load: decode's engine thread does one of them")
         if self.programs is not None and (self.device == "cpu" or self.programs < 1):
             raise ConfigurationError(f"{self.programs} programs of a copy: at least one, and only on GPUs")
         if self.queued_s < 0 or (self.queued_s and (self.device == "cpu" or not self.announced or self.compute_s)):

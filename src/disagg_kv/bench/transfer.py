@@ -58,6 +58,8 @@ class Measured:
         share_of_ceiling: the ceiling's median ``wire`` over that of ``wire_s``, both of the slowest rank.
         total_share_of_ceiling: of the whole transfer: ``gb_per_s`` over the ceiling's.
         bells: share of the transfers of which decode's engine knew from bells.
+        decode_step, decode_step_alone: seconds of the steps of decode ranks with a load, during transfers and right
+            before them; None: there is no load.
     """
 
     path: str
@@ -69,6 +71,8 @@ class Measured:
     share_of_ceiling: float
     total_share_of_ceiling: float
     bells: float
+    decode_step: Quantiles | None
+    decode_step_alone: Quantiles | None
 
 
 @frozen
@@ -252,7 +256,8 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
     wire = _phase(wire_runs, "wire")
     phases["placed"] = Quantiles.of([max(m.placed for m in decode) - _since(prefill) for prefill, decode in runs])
     phases["total"] = Quantiles.of(_totals(runs))
-    last = runs[-1][0]
+    last, moved = runs[-1][0], [m for _, decode in runs for m in decode]
+    steps = [seconds for m in moved for seconds in m.steps], [seconds for m in moved for seconds in m.alone]
     speed = nbytes / phases["total"].p50 / 1e9
     return Measured(
         "+".join(sorted({m.path for m in last})),
@@ -263,7 +268,8 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
         wire,
         ceiling.wire.p50 / wire.p50,
         speed / ceiling.gb_per_s,
-        sum(m.bells for _, decode in runs for m in decode) / sum(len(decode) for _, decode in runs),
+        sum(m.bells for m in moved) / len(moved),
+        *(Quantiles.of(of) if of else None for of in steps),
     )
 
 

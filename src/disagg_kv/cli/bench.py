@@ -60,6 +60,12 @@ def transfer(
     busy: Annotated[
         bool, typer.Option("--busy", help="Let each engine thread run Python code while a transfer is under way.")
     ] = False,
+    decode_load: Annotated[
+        bool, typer.Option("--decode-load", help="Let each decode rank run decode-like steps, and show their times.")
+    ] = False,
+    switch_us: Annotated[
+        int | None, typer.Option(min=1, help="Microseconds of the interpreter's switch interval in all ranks.")
+    ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Staging slots of a prefill rank.")] = 8,
     slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a staging slot.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
@@ -95,6 +101,8 @@ def transfer(
         decode_layout=decode_layout or layout,
         announced=announced,
         busy=busy,
+        decode_load=decode_load,
+        switch_s=switch_us and switch_us / 1e6,
         slots=slots,
         slot_bytes=slot_mib and slot_mib << 20,
         ring_bytes=ring_mib and ring_mib << 20,
@@ -155,6 +163,12 @@ def _table(report: TransferReport) -> Table:
     table.add_row("share of ceiling, wire", *(f"{m.share_of_ceiling:.0%}" for m in each), "100%")
     table.add_row("share of ceiling, total", *(f"{m.total_share_of_ceiling:.0%}" for m in each), "100%")
     table.add_row("known from bells", *(f"{m.bells:.0%}" for m in each), "")
+    if shape.decode_load:
+        for name, steps in (
+            ("decode step ms, p50 / p95", [m.decode_step for m in each]),
+            ("before transfers", [m.decode_step_alone for m in each]),
+        ):
+            table.add_row(name, *(_ms(of.p50, of.p95) if of else "" for of in steps), "")
     table.add_row("writes", *(f"{m.descriptors:,}" for m in each), f"{report.ceiling.writes:,}")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -95,6 +95,7 @@ def examine() -> dict[str, Sequence[Finding]]:
         "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")}),
         "libraries": system_libraries(),
         "packages": [_torch()],
+        "interpreter": [switching(sys.getswitchinterval())],
         "engines": [engine(one) for one in ENGINES.values()],
     }
 
@@ -261,6 +262,12 @@ def _torch() -> Finding:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("torch", True, f"{torch.__version__}, GPUs: {', '.join(gpus) or 'none'}")
+
+
+def switching(interval_s: float) -> Finding:
+    """How long an endpoint's thread waits for the interpreter beside a thread that computes in Python."""
+    detail = f"{interval_s * 1e3:g} ms: beside an engine's thread that computes in Python, an endpoint wakes that late"
+    return Finding("switch interval", True, f"{detail}; Environment(switch_s=...) sets it for an engine's process")
 
 
 def engine(one: Engine) -> Finding:

@@ -19,7 +19,7 @@ from torch import distributed
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
-from ..endpoints import DecodeEndpoint, PrefillEndpoint, threads_on
+from ..endpoints import DecodeEndpoint, Environment, PrefillEndpoint, threads_on
 from ..errors import ConfigurationError
 from ..geometry import Shard
 from ..memory import Event, MemoryPool
@@ -138,6 +138,7 @@ def _open(
         undo.callback(shutil.rmtree, scratch, ignore_errors=True)
     common = {"rank": rank, "shards": shards, "rendezvous": meeting, "verify": options.verify, "strategy": strategy}
     common["options"] = Options(silence_s=options.silence_s, claim_s=options.claim_s, total_s=options.total_s)
+    common["environment"] = Environment(switch_s=options.switch_interval_s or None)
     own, sender, receiver = ["", ""], None, None
     shown = Shown(options.metrics, options.status_socket, rank)
     undo.callback(shown.close)

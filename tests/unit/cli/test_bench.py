@@ -161,3 +161,17 @@ def test_bells_are_measured_beside_the_same_without(capsys: pytest.CaptureFixtur
     assert silent["bells"] == 0 <= heard["bells"] <= 1
     gain = silent["phases"]["total"]["p50"] / heard["phases"]["total"]["p50"]
     assert found["bells_gain"] == {"mapped": pytest.approx(gain)}
+
+
+def test_steps_of_decode_are_measured_beside_transfers_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bench(
+        capsys, "--transport", "inproc", "--prefill-tp", "1", "--decode-tp", "2", "--strategies", "mapped",
+        "--decode-load",
+    )  # fmt: skip
+    mapped = found["strategies"]["mapped"]
+    assert mapped["decode_step"]["p50"] > 0
+    assert mapped["decode_step_alone"]["p50"] > 0
+    assert run([*SMALL, "--transport", "inproc", "--prefill-tp", "1", "--decode-load"]) == 0
+    assert "decode step ms" in capsys.readouterr().out
+    assert run([*SMALL, "--decode-load", "--busy"]) == 2
+    assert "one of them" in " ".join(capsys.readouterr().err.split())

@@ -15,7 +15,7 @@ from ...ids import Epoch, Generation, RoomId
 from ...protocol import Phase, RoomKey
 from ..api import EndpointStatus, PeerInfo, RoomInfo, Usage
 from .construction import Parts
-from .environment import helpers
+from .environment import helpers, let_switch
 from .event_loop import EventLoop
 from .handle import ChangeQueue, RoomHandle
 from .handshake import EndpointInfo
@@ -57,6 +57,7 @@ class Endpoint(ABC, Generic[H, S]):
             return self._side
 
         environment = parts.environment
+        let_switch(environment)
         self._loop = EventLoop(
             me,
             parts.channel,
