@@ -1,4 +1,4 @@
-"""Writes the results in ``benchmarks/results`` into docs/benchmarks.md and README.md, between their marks.
+"""Writes the results in ``benchmarks/results`` into docs/benchmarks.md, docs/protocol.md and README.md, between marks.
 
 A mark names a file of results. The text between ``<!-- from cpu_grant.json -->`` and ``<!-- end -->`` is generated from
 that file, with hardware and commit. A test compares the pages with the generated text. After a benchmark:
@@ -21,7 +21,7 @@ from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "protocol.md", ROOT / "README.md")
 MARK = re.compile(r"(?<=<!-- from )(?P<view>[^\n]+)( -->\n\n)(?P<shown>.*?)(?=\n\n<!-- end -->)", re.DOTALL)
 
 
@@ -174,6 +174,19 @@ def planning(found: Found) -> str:
     replicas = [["replicas", "ms"], *([n, f"{ms:,.1f}"] for n, ms in found["elect_ms_by_replicas"].items())]
     plan = table([["step", "ms, median"], *steps, ["all", f"{found['total_ms']:.2f}"]])
     return f"{plan}\n\n{table(replicas)}"
+
+
+def page_tables(found: Found) -> str:
+    """What page tables cost on the wire."""
+    head = ["pages that follow one another", "frames", "bytes", "encode, ms", "decode, ms", "check, ms"]
+    rows = (
+        [
+            *(f"{one[name]:,}" for name in ("together", "frames", "bytes")),
+            *(f"{one[f'{name}_ms']:.1f}" for name in ("encode", "decode", "check")),
+        ]
+        for one in found["tables"]
+    )
+    return f"Tables of {found['pages']:,} pages. Medians of processor time.\n\n{table([head, *rows])}"
 
 
 def observer(found: Found) -> str:
@@ -520,6 +533,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_pipeline.json": pipeline,
     "cpu_kernels.json": kernels,
     "cpu_planning.json": planning,
+    "cpu_page_tables.json": page_tables,
     "cpu_observer.json": observer,
     "cpu_prefix_index.json": prefix_index,
     "cpu_prefix_workload.json": prefix_workload,
