@@ -473,9 +473,20 @@ def gpu_pipeline(found: Found) -> str:
         f"{near} of {len(good)} cases are within 5% of the bound{where}; {slower} of {len(good)} are more than 3% "
         f"slower than per chunk. Devices: {', '.join(found['settings']['devices'])}. {found.get('note', '')}".strip()
     )
+    said += "".join(_models(good))
     names = ("wire", "tokens", "C, ms", "T, ms", "per chunk, ms", "pipelined, ms", "groups", "bound, ms")
     head = [*names, "over the bound", "quiet", "hidden", "pipelined / per chunk"]
     return f"{said}\n\n{table([head, *map(row, found['cases'])])}"
+
+
+def _models(cases: Sequence[Found]) -> Iterator[str]:
+    """What a path costs the model more than the first path does."""
+    others = [c for c in cases if c.get("model_over_first", 1) != 1]
+    if others:
+        ratios = ((c["tokens"], c["model_per_chunk_over_first"], c["model_over_first"]) for c in others)
+        of = ", ".join(f"{tokens:,} tokens: {one:.3f}, {grouped:.3f}" for tokens, one, grouped in ratios)
+        yield f"\n\nThe forward pass with `{others[0]['path']}` over that with `{cases[0]['path']}`, at once and in "
+        yield f"groups: {of}."
 
 
 def idle(found: Found) -> str:
@@ -559,6 +570,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
     "h200_pipeline_quiet.json": gpu_pipeline,
+    "h200_pipeline_mapped.json": gpu_pipeline,
     "h200_host.json": gpu_host,
     "idle.json": idle,
     "pairs.json": pairs,
