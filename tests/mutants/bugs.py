@@ -13,6 +13,7 @@ MOVER = "endpoints.prefill.transfers:TransferQueue."
 WRITES = "endpoints.prefill.writes:PostedWrites."
 COPIES = "endpoints.prefill.copies:PageCopies."
 ARMED = "endpoints.prefill.armed:"
+PULLS = "endpoints.decode.pulls:PullQueue."
 PREFILL = "endpoints.prefill.rooms:PrefillSide."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
@@ -119,6 +120,22 @@ BUGS: Sequence[Mutant] = (
     Mutant("what is armed is launched before its rows are final",
            ARMED + "_joined", "return different[0] if len(different) == 1 else All(different) if different else None",
            "return None"),
+    Mutant("pages are freed before decode has read them",
+           FLOW + "_on_wrote", "self._offered[event.segment] = part.nbytes", "pass"),
+    Mutant("pages are offered before their rows are final",
+           MOVER + "_begin_direct", "and not pulls_pages(route.path)", "or pulls_pages(route.path)"),
+    Mutant("a silent decode rank counts as one that has read",
+           FLOW + "_on_lost_draining", "if not self._offered:", "if True:"),
+    Mutant("a part counts as read when it is offered",
+           RECEIVE + "_pull", "part.pulling.add(w.rank)",
+           "part.pulling.add(w.rank)\n        self._send_landed(w, segment)"),
+    Mutant("decode says that it reads nothing while its kernel does",
+           DRAINING + "_settle", "if not self.inbound.pulls_from(w.rank):", "if True:"),
+    Mutant("pages that a kernel of decode still writes are freed",
+           "protocol.inbound:InboundSegment.reusable", "self.scattering or self.pulling or writing",
+           "self.scattering or writing"),
+    Mutant("a pull whose event fails counts as quiet",
+           PULLS + "_look", "quiet=False", "quiet=True"),
     Mutant("a gather that was prepared for all is launched for some",
            LAUNCHES + "take", "if ready.condition != condition:", "if not ready:"),
     Mutant("what was prepared for a room that failed is kept",
@@ -143,7 +160,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a write that is not quiet is posted again",
            FLOW + "_on_write_failed", "if event.quiet:", "if True:"),
     Mutant("pages that are taken away are still read",
-           "endpoints.prefill.room:PrefillRoom.account", "if self.withdrawn and machine.reads == 0:",
+           "endpoints.prefill.room:PrefillRoom.account", "if self.withdrawn and not machine.reading:",
            "if self.withdrawn:"),
     Mutant("silence is taken for evidence",
            RECEIVE + "_on_lost", "w.lost = True", "w.gone = True"),

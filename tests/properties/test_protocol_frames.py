@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_kv.errors import RemoteProtocolError
-from disagg_kv.protocol import MAX_AUX, Codec, Frame
+from disagg_kv.protocol import MAX_AUX, VERSION, Codec, Frame
 from disagg_kv.protocol import frames as f
 from disagg_kv.protocol.page_runs import tables_from_wire
 from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire
@@ -170,7 +170,7 @@ def test_garbage_is_refused(data: bytes) -> None:
 @given(any_frame, st.integers(25, 2**31))
 def test_an_unknown_kind_of_frame_is_refused(frame: Frame, tag: int) -> None:
     fields = msgspec.msgpack.decode(codec.encode(frame))
-    with pytest.raises(RemoteProtocolError, match="not a frame of version 5"):
+    with pytest.raises(RemoteProtocolError, match=f"not a frame of version {VERSION}"):
         codec.decode(msgspec.msgpack.encode([tag, *fields[1:]]))
 
 

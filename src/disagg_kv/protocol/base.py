@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WirePace, WireTable
+from .frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WireOffer, WirePace, WireTable
 from .verify import Verify
 
 
@@ -222,6 +222,19 @@ class Rang:
 
 
 @frozen
+class Pulled:
+    """A pull ended; ``error`` None: a writer's part is in the pages, and is what was offered where that was compared.
+
+    ``quiet`` False: its kernel may still read and write; another such event follows.
+    """
+
+    segment: Segment
+    rank: Rank
+    error: Exception | None = None
+    quiet: bool = True
+
+
+@frozen
 class Decided:
     """The ranks of our own instance agree."""
 
@@ -277,10 +290,14 @@ class Finished:
 
 @frozen
 class Wrote:
-    """A segment's write is complete: its bytes are visible at the target; ``sums`` as in ``ChunkReady``."""
+    """A segment's write is complete: its bytes are visible at the target; ``sums`` and ``offer`` as in ``ChunkReady``.
+
+    With an ``offer`` nothing was written: its rows are final, and decode may read them.
+    """
 
     segment: Segment
     sums: bytes | None = None
+    offer: WireOffer | None = None
 
 
 @frozen
@@ -366,6 +383,16 @@ class Scatter:
 
 
 @frozen
+class Pull:
+    """Read the part of a segment that a writer offers from its pages into ours; then compare its ``sums``."""
+
+    segment: Segment
+    rank: Rank
+    offer: WireOffer
+    sums: bytes | None
+
+
+@frozen
 class Store:
     """Put aux data where decode's engine wants them."""
 
@@ -398,7 +425,7 @@ class Granted:
     transfer: Transfer
 
 
-Effect = Send | Ring | Reserve | Free | Quarantine | Prepare | Scatter | Store | CastVote | Transfer | Granted
+Effect = Send | Ring | Reserve | Free | Quarantine | Prepare | Scatter | Pull | Store | CastVote | Transfer | Granted
 
 
 class RoomKey(NamedTuple):

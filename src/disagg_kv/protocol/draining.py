@@ -11,6 +11,9 @@ writer that has its grant has announced its part, returned the grant, or is prov
 nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and only
 :meth:`DrainingRoom._release` asks it. A lease that no writer knows is freed at once: ``_on_leased_late``. Exposed pages
 follow the same rule by room: :attr:`DrainingRoom.released` says when the engine may free them.
+
+Pulls are the other way round: kernels of this process read pages of prefill. No peer writes, so our pages come back
+once our own kernels have ended. Prefill's pages wait for us: ``DrainedAck`` says that none of them is read any more.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from ..errors import About, DisaggKVError
 from ..ids import Epoch, Generation, Rank, RoomId, room_name
 from ..planning import Segment
-from .base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Quarantine, Scattered, Send, Tick
+from .base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Pulled, Quarantine, Scattered, Send, Tick
 from .frames import (
     Abort,
     AbortAck,
@@ -140,7 +143,12 @@ class DrainingRoom(Machine[Receiving]):
     def _acknowledge_drained(self, event: Drained) -> None:
         w = self._writer(event)
         w.drained = True
-        self._send(w, DrainedAck(**self._to(w)))
+        self._settle(w)
+
+    def _settle(self, w: Writer) -> None:
+        """Tell a drained writer that its pages are not read any more, once that is so; it repeats its question."""
+        if not self.inbound.pulls_from(w.rank):
+            self._send(w, DrainedAck(**self._to(w)))
 
     def _on_acknowledge(self, event: Abort) -> None:
         w = self._writer(event)
@@ -183,6 +191,15 @@ class DrainingRoom(Machine[Receiving]):
 
     def _on_scattered_late(self, event: Scattered) -> None:
         self.inbound[event.segment].scattering = False
+        self._release_all()
+
+    def _on_pulled_late(self, event: Pulled) -> None:
+        if not event.quiet:
+            return
+        self.inbound[event.segment].pulling.discard(event.rank)
+        for w in self._writers.values():
+            if w.rank == event.rank and w.drained:
+                self._settle(w)
         self._release_all()
 
     def _on_late_done(self, event: Done) -> None:

@@ -7,7 +7,8 @@ I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair
   With both, each prefill rank gets an ``Expect``, which is repeated until ``Expected`` answers it.
 * ``MOVING``: a writer requests a lease for a segment, writes, and announces its part (``ChunkReady``). All writers of a
   segment share one lease; each has its own range of it. When the last part has arrived, the lease is scattered. A
-  segment on exposed pages has no lease, and is scattered only where it is compared.
+  segment on exposed pages has no lease, and is scattered only where it is compared. A writer may offer its own pages
+  instead: a kernel of this process pulls its part, and only the end of that is the arrival of the part.
 * ``PLACED``: every writer is done, all that it announced has arrived, and the placed rows are exactly those awaited.
   This rank votes for success. A room with bells waits for no ``Done``: decode's engine may have seen from the bells
   that all rows are in its pages. It cannot fail alone any more: a doubt becomes a vote against.
@@ -48,6 +49,8 @@ from .base import (
     Options,
     Phase,
     Prepare,
+    Pull,
+    Pulled,
     Rang,
     Reserve,
     Scatter,
@@ -79,6 +82,7 @@ from .frames import (
     TablePart,
     TablesTaken,
     WireBells,
+    WireOffer,
     WirePace,
 )
 from .inbound import InboundSegment
@@ -231,12 +235,7 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_request(self, event: StagingRequest) -> None:
         w = self._writer(event)
-        if w.rank not in self.paths:
-            self.paths[w.rank] = event.path
-            self.path = "+".join(sorted(set(self.paths.values())))
-        assert self._awaited is not None
-        if self.paths[w.rank] != event.path or event.path not in self._awaited.paths:
-            self._refuse(w, f"must not use path {event.path!r}")
+        if not self._takes(w, event.path):
             return
         if w.open >= self._options.window and Segment(*event.segment) not in self.inbound:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
@@ -263,6 +262,17 @@ class ReceiveRoom(DrainingRoom):
         if again:
             self._send(w, Queued(**self._to(w), segment=event.segment))
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
+
+    def _takes(self, w: Writer, path: str) -> bool:
+        """Whether a writer uses a path that it may use, and no other; else the room has failed."""
+        assert self._awaited is not None
+        if w.rank not in self.paths:
+            self.paths[w.rank] = path
+            self.path = "+".join(sorted(set(self.paths.values())))
+        if self.paths[w.rank] != path or path not in self._awaited.paths:
+            self._refuse(w, f"must not use path {path!r}")
+            return False
+        return True
 
     def _part(self, w: Writer, box: Box) -> InboundSegment | None:
         """The segment in hand, new or not; None: it was answered, or it has failed the room."""
@@ -319,6 +329,12 @@ class ReceiveRoom(DrainingRoom):
     def _on_chunk_ready(self, event: ChunkReady) -> None:
         assert self._awaited is not None
         w = self._writer(event)
+        if event.offer is not None:
+            if event.lease is not None:
+                self._refuse(w, f"offers pages, and used lease {event.lease}")
+            elif self._takes(w, event.offer.path):
+                self._pull(w, event, event.offer)
+            return
         if event.lease is None and self._awaited.tables is None:
             self._refuse(w, "wrote to pages that were not exposed")
             return
@@ -344,7 +360,7 @@ class ReceiveRoom(DrainingRoom):
             self._land(w, event.segment, part, None)
 
     def _land(self, w: Writer, segment: Segment, part: InboundSegment, notice: ChunkReady | None) -> None:
-        """A writer's part of a segment is there; ``notice`` None: its bell said so."""
+        """A writer's part of a segment is there; ``notice`` None: its bell said so, or it was pulled."""
         self._arrive(part, w)
         if problem := w.problem:
             self._refuse(w, problem)
@@ -360,6 +376,32 @@ class ReceiveRoom(DrainingRoom):
             self._out.append(Scatter(segment, part.places(part.staged), part.sums))
         else:
             self._finish_part(segment)
+
+    def _pull(self, w: Writer, event: ChunkReady, offer: WireOffer) -> None:
+        """Read what a writer offers, once, without waiting for others: its engine may want its pages back."""
+        assert self._awaited is not None
+        part = self._part(w, event.segment)
+        if part is None or w.rank in part.pulling:
+            return
+        segment = segment_from_wire(event.segment)
+        if w.rank in part.arrived:
+            self._send_landed(w, segment)
+        elif problem := unlike(self.room, segment, event.sums, self._awaited.verify):
+            self._refuse(w, f"sent {problem} of {segment}")
+        else:
+            part.pulling.add(w.rank)
+            self._out.append(Pull(segment, w.rank, offer, event.sums))
+
+    def _on_pulled(self, event: Pulled) -> None:
+        part = self.inbound[event.segment]
+        w = next(w for w in self._writers.values() if w.rank == event.rank)
+        if event.quiet:
+            part.pulling.discard(w.rank)
+        if event.error is not None:
+            self._fail(ours(event.error, f"{self._name()}: pull of {event.segment} failed", **self._who(w)))
+            return
+        self._send_landed(w, event.segment)
+        self._land(w, event.segment, part, None)
 
     def _on_scattered(self, event: Scattered) -> None:
         self.inbound[event.segment].scattering = False

@@ -7,6 +7,7 @@ Rules that hold in every row:
 * A terminal outcome never changes. Ended rooms are answered from their tombstone, not from here.
 * Memory that a peer may still write to is released in ``DRAINING`` only on evidence: its part landed, it sent
   ``Drained``, or it is ``Gone``. ``Lost`` is no evidence.
+* Pages that a peer may still read are released on evidence, too: ``Landed``, ``Complete``, ``DrainedAck`` or ``Gone``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .base import (
     Leased,
     Lost,
     Offered,
+    Pulled,
     Quiet,
     Rang,
     Scattered,
@@ -144,6 +146,7 @@ RECEIVING: Table = _table(
             ChunkReady: ("chunk_ready", (R.MOVING, R.PLACED, *_FAILS)),
             Rang: ("rang", (R.MOVING, R.PLACED, *_FAILS)),
             Scattered: ("scattered", (R.MOVING, R.PLACED, *_FAILS)),
+            Pulled: ("pulled", (R.MOVING, R.PLACED, *_FAILS)),
             AuxPart: ("aux_part", (R.MOVING, *_FAILS)),
             Done: ("done", (R.MOVING, R.PLACED, *_FAILS)),
             Abort: ("their_abort", _FAILS),
@@ -184,6 +187,7 @@ RECEIVING: Table = _table(
             ChunkReady: ("late_chunk", _FAILS),
             Rang: ("ignore", ()),
             Scattered: ("scattered_late", _FAILS),
+            Pulled: ("pulled_late", _FAILS),
             AuxPart: ("ignore", ()),
             Done: ("late_done", _FAILS),
             Abort: ("acknowledge", ()),
@@ -199,7 +203,7 @@ RECEIVING: Table = _table(
 
 P = Sending
 _ENDS = (P.ABORTING, P.DRAINING)
-_LOST = (P.ABORTING, P.CLOSED)
+_LOST = (P.ABORTING, P.DRAINING, P.CLOSED)
 
 SENDING: Table = _table(
     {
@@ -236,7 +240,7 @@ SENDING: Table = _table(
             Abort: ("their_abort", (P.DRAINING,)),
             AbortAck: ("ignore", ()),
             DrainedAck: ("ignore", ()),
-            Lost: ("lost", (P.CLOSED,)),
+            Lost: ("lost", (P.DRAINING, P.CLOSED)),
             Gone: ("gone", (P.CLOSED,)),
             Cancel: ("cancel", (P.DRAINING,)),
             Tick: ("tick", ()),
@@ -277,7 +281,7 @@ SENDING: Table = _table(
             AbortAck: ("abort_known", ()),
             DrainedAck: ("ignore", ()),
             Lost: ("lost_late", ()),
-            Gone: ("lost_late", ()),
+            Gone: ("gone_late", ()),
             Cancel: ("ignore", ()),
             Tick: ("tick", ()),
         },
@@ -294,7 +298,7 @@ SENDING: Table = _table(
             Abort: ("answer_drained", ()),
             AbortAck: ("ignore", ()),
             DrainedAck: ("close", (P.CLOSED,)),
-            Lost: ("close", (P.CLOSED,)),
+            Lost: ("lost_draining", (P.DRAINING, P.CLOSED)),
             Gone: ("close", (P.CLOSED,)),
             Cancel: ("ignore", ()),
             Tick: ("tick", ()),

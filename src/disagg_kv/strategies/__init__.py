@@ -1,8 +1,19 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
-from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner, maps_pages, refusal
+from .base import (
+    Feature,
+    Job,
+    Schedule,
+    Selection,
+    Tables,
+    TransferPlanner,
+    copies_pages,
+    maps_pages,
+    pulls_pages,
+    refusal,
+)
 from .explain import Explanation, PairCount, explain
-from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
+from .paths import DirectPlanner, MappedPlanner, MappedPullPlanner, SlicePlanner, StagedPlanner
 from .registry import (
     AUTO,
     PER_CHUNK,
@@ -28,6 +39,7 @@ __all__ = [
     "Job",
     "LayerPipelined",
     "MappedPlanner",
+    "MappedPullPlanner",
     "PairCount",
     "PerChunk",
     "Schedule",
@@ -38,9 +50,11 @@ __all__ = [
     "Tables",
     "TransferPlanner",
     "auto_paths",
+    "copies_pages",
     "explain",
     "maps_pages",
     "paths",
+    "pulls_pages",
     "refusal",
     "register",
     "schedules",

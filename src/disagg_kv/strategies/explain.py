@@ -11,7 +11,7 @@ from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
-from .base import Job, TransferPlanner, maps_pages, refusal
+from .base import Job, TransferPlanner, copies_pages, refusal
 from .registry import auto_paths, paths
 
 
@@ -146,7 +146,7 @@ def _sum_up(
     able = [path for path in known if path not in refused]
     totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
     compared = {path.name for path in auto_paths()}
-    unmapped = {path.name for path in known.values() if maps_pages(path) and not maps}
+    unmapped = {path.name for path in known.values() if copies_pages(path) and not maps}
     slowest = [_slowest(pairs, known[path], cost) for path in able if path in compared - unmapped]
     refusals = {path: reason for path, reason in refused.items() if path in compared}
     refusals |= dict.fromkeys(compared & unmapped & totals.keys(), "the transport does not map memory of peers")
@@ -159,7 +159,7 @@ def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel)
     for writer in sorted({pair.writer for pair in pairs}):
         mine = [pair for pair in pairs if pair.writer == writer]
         descriptors, nbytes = (sum(pair.descriptors[path.name] for pair in mine), sum(pair.nbytes for pair in mine))
-        if maps_pages(path):
+        if copies_pages(path):
             estimates.append(cost.estimate_mapped(path.name, descriptors, nbytes))
             continue
         segments = 0 if path.exposes_pages else sum(pair.segments for pair in mine)

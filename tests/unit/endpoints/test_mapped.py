@@ -393,7 +393,7 @@ def test_a_transport_that_maps_nothing_is_refused_at_once() -> None:
 
     rig = Rig(SPEC)
     for make in (rig.prefill, rig.decode):
-        with pytest.raises(ConfigurationError, match="path 'mapped' copies into mapped pages, but transport 'inproc'"):
+        with pytest.raises(ConfigurationError, match="path 'mapped' needs mapped pages, but transport 'inproc'"):
             make(tp_shards(SPEC, 1), memory=Memory(transport=plain), strategy="mapped")
 
 

@@ -9,6 +9,7 @@ import pytest
 from disagg_kv.errors import CapacityError, PeerLostError, TransportError
 from disagg_kv.ids import Epoch
 from disagg_kv.protocol import (
+    VERSION,
     Forget,
     Hello,
     Links,
@@ -33,7 +34,7 @@ ME = epoch(1)
 
 def hello(n: int, dst: bytes = ME) -> Hello:
     return Hello(
-        src=epoch(n), dst=dst, version=5, address=f"p{n}", role="decode", instance="i", rank=0, host="h", pid=1,
+        src=epoch(n), dst=dst, version=VERSION, address=f"p{n}", role="decode", instance="i", rank=0, host="h", pid=1,
         started=1, born=n, spec=WireSpec(b"", (), ()), shards=(), site=WireSite((), (), ()), regions=(),
         transport="inproc", descriptor=b"", paths=(), conversions=(), slot_bytes=0, ring_region=0, ring_bytes=0,
         lease_bytes=0,

@@ -26,6 +26,7 @@ from disagg_kv.protocol import (
     Lost,
     Offered,
     Options,
+    Pulled,
     Quiet,
     Rang,
     Readiness,
@@ -67,9 +68,9 @@ TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, AuxTaken, Complete, Abort
 HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
-    Receiving.OPENED: ({Leased, Scattered, Rang}, "nothing was asked of the ring, the kernels or the writers"),
+    Receiving.OPENED: ({Leased, Scattered, Pulled, Rang}, "nothing was asked of the ring, the kernels or the writers"),
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
-    Receiving.PLACED: ({Awaited, Introduced, Leased, Scattered}, "no segment is left that waits for anything"),
+    Receiving.PLACED: ({Awaited, Introduced, Leased, Scattered, Pulled}, "no segment is left that waits for anything"),
     Receiving.DRAINING: (set(), ""),
     Sending.MOVING: (
         {Quiet, Decided},
@@ -87,7 +88,7 @@ SIDES = [
     pytest.param(
         RECEIVING,
         Receiving,
-        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Rang, Scattered, Decided},
+        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Rang, Scattered, Pulled, Decided},
         id="decode",
     ),
     pytest.param(

@@ -6,7 +6,15 @@ import pytest
 from attrs import evolve
 
 from disagg_kv.planning import PairPlan, StagedLayout, Writes
-from disagg_kv.strategies import DirectPlanner, Job, MappedPlanner, SlicePlanner, StagedPlanner, TransferPlanner
+from disagg_kv.strategies import (
+    DirectPlanner,
+    Job,
+    MappedPlanner,
+    MappedPullPlanner,
+    SlicePlanner,
+    StagedPlanner,
+    TransferPlanner,
+)
 from disagg_kv.testing.planner import CASES, Transfer, TransferPlannerSuite
 
 
@@ -36,6 +44,13 @@ class TestMapped(TransferPlannerSuite):
 
     def planner(self) -> TransferPlanner:
         return MappedPlanner()
+
+
+class TestMappedPull(TransferPlannerSuite):
+    """The same, pulled."""
+
+    def planner(self) -> TransferPlanner:
+        return MappedPullPlanner()
 
 
 class Shifted(SlicePlanner):

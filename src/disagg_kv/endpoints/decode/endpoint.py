@@ -18,7 +18,7 @@ from ...planning import Segment
 from ...protocol import Options, RoomKey, Verify, check_verify
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
-from ...strategies import AUTO, TransferPlanner, paths
+from ...strategies import AUTO, TransferPlanner, paths, pulls_pages
 from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import Transport
@@ -33,8 +33,10 @@ from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kern
 from .commands import PostedCommands
 from .handle import ReceptionHandle
 from .inspection import DecodeInspection
+from .pulls import warm_pulls
+from .quarantine import ALL_QUARANTINE
 from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
-from .rooms import ALL_QUARANTINE, DecodeSide
+from .rooms import DecodeSide
 
 
 class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
@@ -51,8 +53,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         rank: index of this rank in the instance.
         shards: the shard of every rank of the instance; None: there is one rank.
         strategy: the paths that prefill may take, and the selection. ``"auto"`` allows every path that works with the
-            pool's memory. A path that exposes pages keeps the pages of an aborted room until there is evidence that no
-            peer writes to them. With ``"+incremental"``, :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
+            pool's memory, but not ``"mapped_pull"``, which maps the memory of every prefill rank. A path that exposes
+            pages keeps the pages of an aborted room until there is evidence that no peer writes to them. With
+            ``"+incremental"``, :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
         ring_bytes: bytes of the staging ring; None: 256 MiB on a CPU, 4 GiB on a GPU. A segment takes at most an eighth
             of it.
         allocator: creates the allocator of the ring from its number of bytes.
@@ -125,6 +128,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
                 ring_region=ring_region,
                 ring_bytes=ring_bytes,
                 lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
+                prepare=partial(warm_pulls, movers, pool),
             )
 
             def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
@@ -203,7 +207,7 @@ def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[
     known = paths()
     able = exposable(transport, list(pool.buffers))
     if wanted == AUTO:
-        usable = tuple(p for p in known.values() if able or not p.exposes_pages)
+        usable = tuple(p for p in known.values() if (able or not p.exposes_pages) and not pulls_pages(p))
     else:
         usable = (known[wanted],)
         check_mapping(wanted, usable, transport)

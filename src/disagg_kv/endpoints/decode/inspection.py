@@ -11,6 +11,7 @@ from ...planning import Segment
 from ...protocol import RoomKey
 from ...staging import GrantQueue
 from ..runtime.inspection import LoopInspection
+from .pulls import PullQueue
 from .room import DecodeRoom
 
 
@@ -40,6 +41,7 @@ class DecodeInspection:
         rooms: that are not forgotten; of each, ``machine.inspect()`` says more.
         queue: the leases, and who waits for one.
         scatters: from the ring into pages.
+        pulls: from prefill's pages into ours.
         exposes: whether prefill may write straight to pages.
     """
 
@@ -47,4 +49,5 @@ class DecodeInspection:
     rooms: Mapping[RoomKey, DecodeRoom]
     queue: GrantQueue[Epoch, tuple[RoomKey, Segment]]
     scatters: ScatterInspection
+    pulls: PullQueue
     exposes: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import define, field
 
 from ...ids import Rank, room_name
-from ...memory import Event
+from ...memory import Event, MappedPool
 from ...planning import InstancePlans, PairPlan, Segment
 from ...protocol import ReceiveRoom, Receiving, RoomKey
 from ...protocol.frames import WireBells
@@ -23,7 +23,8 @@ class DecodeRoom:
 
     ``ready``: fires once its pages may be written. ``checking``: what must end before prefill is asked for rows, namely
     that event or the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
-    ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
+    ``sources``: pools of prefill ranks as they are mapped here. ``queued``: since when segments wait for staging
+    memory, for the observer. ``given_up``: the engine has aborted it.
     ``bells``: the slots of its writers, by rank. ``watch``: what the engine sees of them.
     """
 
@@ -39,6 +40,7 @@ class DecodeRoom:
     ready: Event | None = None
     checking: CachedPagesCheck | PagesReady | None = None
     pairs: dict[Rank, PairPlan] = field(factory=dict)
+    sources: dict[Rank, MappedPool] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
     given_up: bool = False
     bells: tuple[WireBells, ...] = ()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
+from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
@@ -26,6 +26,7 @@ from ...protocol import (
     Lost,
     Options,
     Prepare,
+    Pull,
     Quarantine,
     ReceiveRoom,
     Receiving,
@@ -64,6 +65,8 @@ from .discovery import Discovery, Found, Unreachable
 from .ended import answer_ended
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
+from .pulls import PullQueue
+from .quarantine import check_quarantine
 from .rate_limit import RateLimiter
 from .receipts import Receipts
 from .room import DecodeRoom, PagesReady
@@ -74,10 +77,6 @@ log = logging.getLogger("disagg_kv")
 
 TICK_S = 0.02
 """Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
-
-PEER_QUARANTINE = 0.25
-ALL_QUARANTINE = 0.5
-"""Parts of the ring that may wait for evidence before new rooms are refused: for one peer, and in all."""
 
 
 class DecodeSide:
@@ -110,6 +109,7 @@ class DecodeSide:
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
+        self._pulls = PullQueue(loop, pool, kernels, self._scatters.pair, pace)
         self._receipts = Receipts(loop.send)
         self._checking: list[DecodeRoom] = []
         self._events: deque[tuple[DecodeRoom, object]] = deque()
@@ -132,7 +132,8 @@ class DecodeSide:
 
     def inspect(self) -> DecodeInspection:
         """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
-        return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, self._scatters.inspect(), self._exposed)
+        scatters, pulls = self._scatters.inspect(), self._pulls
+        return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, scatters, pulls, self._exposed)
 
     # Commands of the engine, on this thread.
 
@@ -242,8 +243,9 @@ class DecodeSide:
                 self._handle(room, Lost(Epoch(b""), outcome.error))
                 continue
             try:
-                self._check_quarantine(outcome.remotes)
-            except QuarantineFullError as exc:
+                check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
+                room.sources = self._pulls.sources(outcome.remotes)
+            except DisaggKVError as exc:
                 self._handle(room, Cancel(exc))
                 continue
             self._introduce(room, outcome.remotes)
@@ -264,13 +266,6 @@ class DecodeSide:
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self._take_found(self._discovery.on_answer(answer))
-
-    def _check_quarantine(self, remotes: Sequence[RemoteEndpoint]) -> None:
-        for remote in remotes:
-            held = self._queue.quarantined_bytes(remote.epoch)
-            if held > PEER_QUARANTINE * self._ring.nbytes:
-                full = f"{remote.name}: {held} of {self._ring.nbytes} ring bytes wait for evidence"
-                raise QuarantineFullError(full, **remote.hello.who)
 
     def on_up(self, remote: RemoteEndpoint) -> None:
         """A prefill rank is connected."""
@@ -405,11 +400,12 @@ class DecodeSide:
                     self._scatters.drop(room.key, segment)
                     self._queue.quarantine((room.key, segment))
                     moved = True
-                    self.quarantined = self._queue.quarantined_bytes()
                 case Prepare():
                     self._scatters.prepare(room, effect)
                 case Scatter():
                     self._scatters.add(room, effect)
+                case Pull():
+                    self._pulls.add(room, effect)
                 case Store(data):
                     if room.wanted is not None and room.wanted.aux is not None:
                         self._store(room, room.wanted.aux, data)
@@ -471,11 +467,11 @@ class DecodeSide:
         """Finish scatters, start those that are due, and prepare one that follows."""
         if self._receipts.waiting:
             self._receipts.flush()
-        if self._checking:
-            self._run_checks()
+        self._run_checks()
+        pulling = self._pull() if self._pulls.active else False
         scatters = self._scatters
         if not scatters.active:
-            return bool(self._checking)
+            return pulling or bool(self._checking)
         budget = Budget(self._loop.clock, self._loop.most)
         scatters.look()
         # First, so that a GPU has something to do while this thread acts on those that have ended.
@@ -483,7 +479,14 @@ class DecodeSide:
             self._take_scattered()
         self._take_scattered()
         scatters.prepare_one()
-        return scatters.waits or budget.spent or bool(self._checking)
+        return scatters.waits or budget.spent or pulling or bool(self._checking)
+
+    def _pull(self) -> bool:
+        """Go on with pulls, and act on those that have ended; True while one runs, or is left for the next step."""
+        moving = self._pulls.work()
+        while (ended := self._pulls.outcome()) is not None:
+            self._handle(*ended)
+        return moving
 
     def _take_scattered(self) -> None:
         while (ended := self._scatters.outcome()) is not None:
@@ -569,7 +572,7 @@ class DecodeSide:
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
         times = [self._timers.next_at(), self._silences.next_at(), self._scatters.ready_at, self._cancelled.next_at()]
-        times.append(self._discovery.next_at())
+        times += [self._discovery.next_at(), self._pulls.ready_at]
         if self._queue.waiting:
             times.append(self._lively_at)
         return min((t for t in times if t is not None), default=None)
@@ -589,6 +592,7 @@ class DecodeSide:
             if room.machine.now >= since:
                 room.machine.check_integrity()
         self._scatters.check_integrity(self._queue, self._rooms.values())
+        self._pulls.check_integrity()
 
 
 def _key(frame: RoomFrame) -> RoomKey:

@@ -10,7 +10,7 @@ from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...ids import Epoch, Rank
 from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
 from ...planning.cache import PlanCache
-from ...strategies import AUTO, Job, TransferPlanner, maps_pages, refusal
+from ...strategies import AUTO, Job, TransferPlanner, copies_pages, maps_pages, pulls_pages, refusal
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared where the request's length is not known yet."""
@@ -128,7 +128,7 @@ def choose_path(
     estimates = []
     for path in able:
         count = sum(map(path.count, jobs))
-        if maps_pages(path):
+        if copies_pages(path):
             estimates.append(costs.estimate_mapped(path.name, count, nbytes))
         else:
             staged = 0 if path.exposes_pages else len(segments)
@@ -176,7 +176,7 @@ def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:
     if maps_pages(path) and request.unmapped is not None:
         return request.unmapped
     try:
-        if not path.exposes_pages:
+        if not path.exposes_pages and not pulls_pages(path):
             request.intake.segments(request.writer, 0, 1, request.limits)
         return refusal(path, request.pair)
     except DisaggKVError as exc:

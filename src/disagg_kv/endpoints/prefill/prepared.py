@@ -10,14 +10,14 @@ from attrs import define, field, frozen
 from ...ids import Epoch
 from ...kernels import Kernels, Move, PreparedGather, SupportsPreparing
 from ...memory import Buffer, MemoryPool
-from ...planning import PageCopy, Segment, StagedLayout, Writes
+from ...planning import Segment, StagedLayout
 from ...protocol import Transfer
 from ...staging import ALIGNMENT
 from ...strategies import Tables
 from ..prepared import PreparedLaunches
 from ..runtime.event_loop import EventLoop
 from .room import PrefillRoom
-from .routes import Route
+from .routes import Plan, Route
 
 
 @frozen(eq=False)
@@ -86,7 +86,7 @@ class PreparedGathers:
         kernels: Kernels,
         staging: Buffer,
         slot_bytes: int,
-        plan: Callable[[Route, Transfer, Tables], Writes | StagedLayout | PageCopy],
+        plan: Callable[[Route, Transfer, Tables], Plan],
     ) -> None:
         self._loop = loop
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from attrs import frozen
 
-from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
+from ...errors import LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...geometry import I32, shards_as
 from ...ids import Epoch, Rank, RegionId, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
@@ -30,17 +30,21 @@ from ...planning import (
     Writes,
     check_pages,
     check_tables,
+    tables_of,
 )
 from ...protocol import FlowPlan, Transfer, Verify
-from ...protocol.frames import Expect, WirePace, wire_pace
-from ...protocol.page_runs import tables_from_wire
-from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
+from ...protocol.frames import MAX_TABLE, Expect, WireOffer, WirePace, wire_pace
+from ...protocol.page_runs import tables_from_wire, tables_to_wire, total
+from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages, pulls_pages
 from ...transports import Bells, Lane
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
 from .path_choice import PathChooser, PathRequest, segment_limits
 from .read_pools import ReadPools
+
+Plan = Writes | StagedLayout | PageCopy | WireOffer
+"""What a transfer does: writes into exposed pages, a gather, a copy into mapped pages, or an offer of its own pages."""
 
 OnGroups = Callable[[range, Groups], None]
 """Called with a run of layers and the groups into which it is cut."""
@@ -172,7 +176,8 @@ class Router:
         lane = self._lane(remote.epoch)
         costs = CostModel(write_s=lane.caps.write_s, bytes_per_s=lane.caps.bytes_per_s)
         path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
-        if not path.exposes_pages and stuck >= quota:
+        pulled = pulls_pages(path)
+        if not path.exposes_pages and not pulled and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         ring = RegionId(hello.ring_region)
@@ -187,13 +192,14 @@ class Router:
             intake,
             intake.floor(frame.start),
             frame.stop,
-            path.exposes_pages,
+            path.exposes_pages or pulled,
             segment_limits(intake, me.rank, limits, frame.paths, me.paths, me.device),
             path.name,
             grouping,
             partial(self._measured, lane),
             None if bells is None else frame.bells,
             lane.name,
+            pulled,
         )
         return route, plan
 
@@ -230,11 +236,13 @@ class Router:
         most = max((g.rows_per_page * g.pages for g in self._me.site.groups), default=1)
         return min(1 << (frame.stop - frame.start - 1).bit_length(), most)
 
-    def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout | PageCopy:
-        """What to post, to gather or to copy: never more than the part, nor outside the peer's ring or its pages."""
+    def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Plan:
+        """What to post, gather, copy or offer: never more than the part, nor outside the peer's ring or its pages."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
         site = route.pool.site
         check_pages(site, route.view.layout(segment), tables)
+        if pulls_pages(route.path):
+            return offer_of(route, segment, tables)
         plan = route.path.send(Job(route.pair, segment, tables, route.tables))
         if route.mapped is not None and isinstance(plan, PageCopy) and plan.source.nbytes == transfer.nbytes:
             check_tables(site, plan.source, tables)
@@ -252,6 +260,21 @@ class Router:
             granted = f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}"
             raise RemoteProtocolError(f"{route.remote.name}: {granted}")
         return plan
+
+
+def offer_of(route: Route, segment: Segment, tables: Tables) -> WireOffer:
+    """Our pages of a segment, as decode learns of them.
+
+    Raises:
+        GeometryError: page tables that do not cover the segment.
+        OversizeError: more pages than one frame can name.
+    """
+    site, layout = route.pool.site, route.view.layout(segment)
+    check_tables(site, layout, tables)
+    found = tables_to_wire(tables_of(site, layout, tables))
+    if (nbytes := total(found)) > MAX_TABLE:
+        raise OversizeError("the page tables that one frame can carry", nbytes, MAX_TABLE)
+    return WireOffer(route.path.name, found)
 
 
 def taken(routes: Sequence[Route], theirs: RemoteEndpoint) -> str | None:

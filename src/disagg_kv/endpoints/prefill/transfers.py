@@ -10,6 +10,7 @@ final, or will be at an event that a GPU waits for, and once it has its place at
 
     add -> pending -> gather into a slot -> post -> tickets end -> outcome       (staged)
     add -> pending ----------------------> post -> tickets end -> outcome       (straight from page to page)
+    add -> pending -------------------------------------------> outcome       (pulled: decode reads our pages)
     add -> pending -> copy into the peer's mapped pages --------> outcome       (mapped)
     granted -> arm -> copied by the engine's thread ------------> outcome       (mapped, announced before it is final)
 
@@ -44,8 +45,9 @@ from ...kernels import Kernels, Move, PageMove, Pages, SupportsStreams
 from ...memory import Buffer, Event, parts
 from ...planning import PageCopy, Segment, StagedLayout, Writes
 from ...protocol import Transfer, Verify, WriteFailed, verified
+from ...protocol.frames import WireOffer
 from ...protocol.machine import ours
-from ...strategies import Tables
+from ...strategies import Tables, pulls_pages
 from ..runtime.budget import Budget
 from ..runtime.checksums import PendingChecksums, layer_sums
 from ..runtime.event_loop import EventLoop
@@ -53,7 +55,7 @@ from .copies import PageCopies
 from .inspection import TransferInspection
 from .prepared import Planned, PreparedGathers, SlotLayout
 from .room import PrefillRoom
-from .routes import Route, Router
+from .routes import Plan, Route, Router
 from .slots import Slot, StagingSlots
 from .throughput import ThroughputEstimator
 from .waiting import PendingTransfers
@@ -66,7 +68,7 @@ class TransferSpec:
 
     Args:
         transfer: from which segment, to whom.
-        plan: writes into exposed pages (regions named), what to gather, or what to copy.
+        plan: writes into exposed pages (regions named), what to gather, to copy or to offer.
         tables: the room's pages.
         after: when they are final; None: now.
         route: how the bytes get there.
@@ -74,7 +76,7 @@ class TransferSpec:
     """
 
     transfer: Transfer
-    plan: Writes | StagedLayout | PageCopy
+    plan: Plan
     tables: Tables
     after: Event | None
     route: Route
@@ -283,8 +285,9 @@ class TransferQueue:
                 continue
             for transfer in self._queue.direct(room, to):
                 try:
-                    posts_wait = room.routes[to].lane.caps.waits_events
-                    after = None if posts_wait else room.ready_events.before(transfer.segment)
+                    route = room.routes[to]
+                    queued = route.lane.caps.waits_events and not pulls_pages(route.path)
+                    after = None if queued else room.ready_events.before(transfer.segment)
                     waits = after is not None and not after.query()
                 except Exception as exc:
                     self._queue.remove(room, to, transfer.segment)
@@ -315,8 +318,9 @@ class TransferQueue:
             return None
         after = room.ready_events.before(transfer.segment)
         route = room.routes[transfer.to]
-        name = room.key, transfer.to, transfer.segment
-        self._throughput.began(name, route.lane.name, queued=ahead or after is not None)
+        # What is offered crosses at a time that this side does not see.
+        queued = ahead or after is not None or pulls_pages(route.path)
+        self._throughput.began((room.key, transfer.to, transfer.segment), route.lane.name, queued=queued)
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
         if planned is not None and planned.tables is not tables:
@@ -341,7 +345,7 @@ class TransferQueue:
         spec = self._begin(room, transfer, None)
         if spec is None:
             return
-        assert isinstance(spec.plan, Writes)
+        assert isinstance(spec.plan, Writes | WireOffer)
         self.writes.reading(room, 1)
         after = spec.after if spec.route.lane.caps.waits_events else None
         post = self.writes.begin(room, transfer, None)
@@ -351,7 +355,11 @@ class TransferQueue:
             post.error = exc
             self.writes.end(post)
             return
-        self.writes.post(post, spec.plan, after)
+        if isinstance(spec.plan, WireOffer):
+            post.offer = spec.plan
+            self.writes.end(post)
+        else:
+            self.writes.post(post, spec.plan, after)
 
     # From pages into mapped pages.
 

@@ -19,6 +19,7 @@ from ...ids import Epoch, Ticket, peer_name
 from ...memory import Event
 from ...planning import Writes
 from ...protocol import Disarmed, Quiet, RoomKey, Transfer, WriteFailed, Wrote
+from ...protocol.frames import WireOffer
 from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..runtime.event_loop import EventLoop
@@ -59,6 +60,8 @@ Outcome = Moved | Unread | Broken
 class Post:
     """What was posted for one transfer, as one: it ends when all its tickets have ended, or when it was copied.
 
+    An ``offer`` is a post of which nothing moves here: its end says that its rows are final.
+
     Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``. ``copying``: a
     kernel may still read and write, or is armed to do so.
     """
@@ -74,6 +77,7 @@ class Post:
     copying: bool = False
     error: Exception | None = None
     sums: bytes | None = None
+    offer: WireOffer | None = None
     summing: bool = False
     held: bool = False
 
@@ -122,8 +126,9 @@ class PostedWrites:
         return [post for posts in self.of_room.values() for post in posts if post.slot is not None]
 
     def owed(self, room: PrefillRoom) -> dict[Epoch, HeldMemory]:
-        """What writes of a room may still read, per destination: whole slots, and pages."""
-        held: dict[Epoch, HeldMemory] = {}
+        """What writes of a room, or its destinations, may still read, per destination: whole slots, and pages."""
+        flows = room.machine.flows.items()
+        held = {to: HeldMemory(0, flow.offered_bytes) for to, flow in flows if flow.offered_bytes}
         for post in self.of_room.get(room, ()):
             so_far = held.get(post.transfer.to, HeldMemory())
             slot, page = (0, post.transfer.nbytes) if post.slot is None else (self._slots.slot_bytes, 0)
@@ -233,7 +238,7 @@ class PostedWrites:
         transfer = post.transfer
         if post.error is None:
             post.room.handle.report.nbytes += transfer.nbytes
-            self.moved(post.room, transfer.to, Wrote(transfer.segment, post.sums))
+            self.moved(post.room, transfer.to, Wrote(transfer.segment, post.sums, post.offer))
         else:
             self.moved(post.room, transfer.to, WriteFailed(transfer.segment, post.error, post.quiet))
 

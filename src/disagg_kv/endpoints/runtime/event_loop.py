@@ -51,7 +51,7 @@ from ...protocol.frames import (
     Vote,
 )
 from ...rendezvous import Rendezvous, Source
-from ...strategies import maps_pages
+from ...strategies import maps_pages, pulls_pages
 from ...trace import Guarded, Observer, Silent, wants_layers
 from ...transports import Home, Lane, PeerEvent, Settled, WriteEnded
 from ...transports.combining import lane_of
@@ -65,7 +65,7 @@ from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
 from .limited_log import LimitedLog
 from .link_budget import links_of
-from .mapping import UNMAPPED, Mapping, open_peer
+from .mapping import UNMAPPED, Mapping, map_pool, open_peer
 from .pauses import Pauses
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
@@ -123,7 +123,7 @@ class EventLoop:
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
-        ready = self._get_ready if me.role == "prefill" else None
+        ready = self._get_ready if me.role == "prefill" else self._get_ready_to_pull
         self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready)
         self.peer_registry = PeerRegistry(
             self.peers, self.connections, self.connections.lane, self.connections.no_bells, options, clock
@@ -448,6 +448,13 @@ class EventLoop:
             return UNMAPPED
         maps = any(map(maps_pages, me.paths))
         return open_peer(me.transport, peer, remote, me.device, maps, partial(me.prepare, remote.spec))
+
+    def _get_ready_to_pull(self, peer: Peer, hello: Hello) -> Mapping:
+        """On a thread that has just connected a prefill rank: map its pool where a path pulls."""
+        me, remote = self.me, RemoteEndpoint.of(hello)
+        if not any(map(pulls_pages, me.paths)):
+            return UNMAPPED
+        return map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

@@ -280,11 +280,23 @@ class Checks:
 
     def freed(self, entry: Entry) -> None:
         """I2, I5: its pages are free; no byte of other pages has changed."""
+        self.unread(entry)
         if entry in entry.room.decode and entry.exposed and entry.phase is Phase.FAILED:
             self._world.mark("release:exposed pages")
         self.untouched(entry.node)
         if entry.room.over:
             self.agree(entry)
+
+    def unread(self, entry: Entry) -> None:
+        """I5: no kernel of decode reads, or will read, the pages that a prefill engine gets back."""
+        for other in entry.room.decode if entry in entry.room.prefill and not entry.room.again else []:
+            room = _room_of(other) if other.node.alive else None
+            if room is None:
+                continue
+            inside = room.machine.inspect()
+            writer = inside.writers.get(entry.node.epoch)
+            if writer is not None and inside.parts.pulls_from(writer.rank):
+                self._fail("I5", f"{entry.room.name(entry)}: pages are freed, and {other.node.address} reads them")
 
     def untouched(self, node: SimNode) -> None:
         """No byte changed outside pages that a room has."""
@@ -419,6 +431,7 @@ class Checks:
                     "waiting": view.queue.waiting,
                     "scatters": len(view.scatters.running) + len(view.scatters.waiting),
                     "prepared": len(node.prepared) + len(view.scatters.unprepared),
+                    "pulls": len(view.pulls.running) + len(view.pulls.failed) + view.pulls.unlaunched,
                 }
             else:
                 transfers = view.transfers

@@ -1,7 +1,8 @@
-"""Copies into mapped pages in a simulation: kernels of one process that write the pool of another, at their own time.
+"""Copies of mapped pages in a simulation: kernels of one process that write the pool of another, or read it.
 
-A copy is an :class:`~.dma.Op` of its own kind. It ends by an event instead of a ticket. The end of its target's process
-does not stop it, as the mapping outlives its owner; the end of its own process does, within the drain bound.
+They do so at their own time. A copy is an :class:`~.dma.Op` of its own kind. It ends by an event instead of a ticket.
+The end of the other side's process does not stop it, as the mapping outlives its owner; the end of its own process
+does, within the drain bound.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from ...geometry import places
 from ...ids import Ticket
 from ...kernels import PageMove, Pages
-from ...memory import Event, bytes_of, parts
+from ...memory import U8, Event, bytes_of, parts
 from ...planning import StagedLayout
 from .dma import Dma, Mapped, Op, Range, SimTransport, torn
 from .events import SimEvent
@@ -44,7 +45,7 @@ class CopyEvent:
         assert self.happened, "a simulation never waits"
 
 
-def copy(dma: Dma, source: SimTransport, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+def copy(dma: Dma, mover: SimTransport, moves: Sequence[PageMove], after: Event | None) -> Event | None:
     """Copy now or later, and not before ``after``; None: it is done already.
 
     Raises:
@@ -59,8 +60,8 @@ def copy(dma: Dma, source: SimTransport, moves: Sequence[PageMove], after: Event
     if failed and at_once:
         raise RuntimeError("sim: the kernel failed")
     event = CopyEvent()
-    ops = [_place(dma, source, move, after if waits else None) for move in moves]
-    launch = _Launch(world, dma, source, ops, event, failed)
+    ops = [_place(dma, mover, move, after if waits else None) for move in moves]
+    launch = _Launch(world, dma, mover, ops, event, failed)
     if at_once:
         launch.at_once()
         return None
@@ -74,18 +75,25 @@ def copy(dma: Dma, source: SimTransport, moves: Sequence[PageMove], after: Event
     return event
 
 
-def _place(dma: Dma, source: SimTransport, move: PageMove, after: Event | None) -> Op:
-    owner = move.target.pool.buffers[0].owner
-    assert isinstance(owner, Mapped)
-    memory = bytes_of(move.source.pool.buffers[0])
+def _place(dma: Dma, mover: SimTransport, move: PageMove, after: Event | None) -> Op:
+    source, memory = _side(mover, move.source)
+    target, other = _side(mover, move.target)
+    assert (source is mover) != (target is mover), "one side is mapped"
     ours, theirs = _cells(move.source, move.copy.source), _cells(move.target, move.copy.target)
     ranges: list[Range] = []
     for (at, n), (to, same) in zip(ours, theirs, strict=True):
         assert n == same
-        ranges.append((memory, at, owner.memory, to, n))
-    op = dma.place(source, owner.there, Ticket(dma.number()), ranges, after)
-    op.copied = True
+        ranges.append((memory, at, other, to, n))
+    op = dma.place(source, target, Ticket(dma.number()), ranges, after)
+    op.mover = mover
     return op
+
+
+def _side(mover: SimTransport, pages: Pages) -> tuple[SimTransport, U8]:
+    """Whose pages they are, and the memory that has them."""
+    buffer = pages.pool.buffers[0]
+    owner = buffer.owner
+    return (owner.there, owner.memory) if isinstance(owner, Mapped) else (mover, bytes_of(buffer))
 
 
 def _cells(pages: Pages, layout: StagedLayout) -> list[tuple[int, int]]:
@@ -108,16 +116,21 @@ class _Launch:
     """One launch, from when it waits until nothing of it moves."""
 
     def __init__(
-        self, world: Simulation, dma: Dma, source: SimTransport, ops: Sequence[Op], event: CopyEvent, failed: bool
+        self, world: Simulation, dma: Dma, mover: SimTransport, ops: Sequence[Op], event: CopyEvent, failed: bool
     ) -> None:
         self._world = world
         self._dma = dma
-        self._source = source
+        self._mover = mover
+        self._pulls = any(op.target is mover for op in ops)
         self._ops = ops
         self._event = event
         self._failed = failed
         self._begun = False
         self._void = False
+
+    @property
+    def _kind(self) -> Kind:
+        return Kind.PULLED if self._pulls else Kind.MAPPED
 
     def at_once(self) -> None:
         """All of it, before the call returns."""
@@ -125,7 +138,7 @@ class _Launch:
             self._dma.begin_copy(op)
             self._dma.land(op, op.ranges)
             self._dma.end(op)
-        self._world.saw(Kind.MAPPED)
+        self._world.saw(self._kind)
 
     def begin_after(self, waits: Sequence[Event]) -> None:
         """One of the events has happened; begin with the last of them."""
@@ -134,7 +147,7 @@ class _Launch:
                 return
         except Exception:
             self._failed = self._void = True
-        if not self._begun and self._source.alive:
+        if not self._begun and self._mover.alive:
             self.begin()
 
     def begin(self) -> None:
@@ -161,24 +174,26 @@ class _Launch:
 
     def _over(self) -> None:
         """The kernel has ended; or its event fails, and it ends later."""
-        if not self._source.alive:
+        if not self._mover.alive:
             return
         if self._failed and self._event.error is None:
             self._event.error = RuntimeError("sim: the kernel failed")
-            self._world.mark("mapped:a copy fails before it is quiet")
+            self._world.mark(f"{'pulled' if self._pulls else 'mapped'}:a copy fails before it is quiet")
             self._world.later(self._world.random.choice((0.001, 0.1, 0.6)), self._quiet)
-            self._source.node.touch()
+            self._mover.node.touch()
             return
         self._quiet()
 
     def _quiet(self) -> None:
-        if not self._source.alive:
+        if not self._mover.alive:
             return
         for op in self._ops:
             self._dma.end(op)
             if not op.target.alive:
                 self._world.mark("mapped:a copy outlives its target")
+            if not op.source.alive:
+                self._world.mark("pulled:a copy outlives its source")
         self._event.error, self._event.happened = None, True
         if not self._failed:
-            self._world.saw(Kind.MAPPED)
-        self._source.node.touch()
+            self._world.saw(self._kind)
+        self._mover.node.touch()

@@ -44,7 +44,7 @@ class Op:
         owner: of the target pages, the room's number.
         pages: which those are.
         after: what it waits for before it moves anything; None: nothing.
-        copied: a kernel of the source moves it; see :mod:`.copies`.
+        mover: whose kernel moves it, see :mod:`.copies`; None: the source posted it.
         seen: the versions of both sides' memories at the last check of the batch.
     """
 
@@ -57,7 +57,7 @@ class Op:
     owner: int
     pages: list[int]
     after: Event | None = None
-    copied: bool = False
+    mover: SimTransport | None = None
     pieces: int = 0
     landed: int = 0
     reported: bool = False
@@ -183,7 +183,9 @@ class SimTransport:
         memory = there.regions.get(region)
         if memory is None:
             raise RegistrationError(f"sim: region {region} is not registered")
-        path = self._world.scenario.prefill_paths[self._world.scenario.source_of(self.node.index)]
+        scenario, node = self._world.scenario, self.node
+        decodes = node.side == "decode"
+        path = scenario.decode_path if decodes else scenario.prefill_paths[scenario.source_of(node.index)]
         if not path.startswith("mapped") and self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
             self._world.hit(FaultClass.UNREACHABLE)
             self._world.mark("mapped:a mapping fails")
@@ -492,12 +494,12 @@ class Dma:
         world = self._world
         dead.alive = False
         for op in list(self.live):
-            if op.copied and op.source is not dead:
+            if op.mover not in (None, dead):
                 # A mapping outlives its owner: a kernel goes on.
                 continue
             if op.source is dead or op.target is dead:
                 self._doom(op)
-            if op.source is dead and op.doomed is not None:
+            if dead in (op.source, op.mover) and op.doomed is not None:
                 world.later(op.doomed - world.now + 0.0005, partial(self._forget, op))
             elif op.target is dead:
                 self._target_died(op)

@@ -31,7 +31,7 @@ class SimKernels:
         self._node = node
         self._transport = transport
         self.copies = 0
-        """Launches of copies into mapped pages."""
+        """Launches of copies of mapped pages."""
 
     def gather(
         self,
@@ -72,7 +72,7 @@ class SimKernels:
         return self._run(act)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
-        """Copy pages into mapped pages, now or later, and not before ``after``; see :mod:`.copies`."""
+        """Copy pages into mapped pages, or from them, now or later, and not before ``after``; see :mod:`.copies`."""
         self.copies += 1
         return copy(self._transport.dma, self._transport, moves, after)
 

@@ -47,6 +47,7 @@ class Kind(Enum):
     REFUSED = "a room of two instances that cannot work together ends on both"
     WINDOW = "only those rows of a sliding window cross that the end of the room leaves in it"
     MAPPED = "a kernel copies rows from prefill's pages into decode's mapped pages"
+    PULLED = "a kernel of decode copies rows from prefill's mapped pages into its own"
     ARMED = "the call of an engine that makes rows final launches their copy, which was armed before"
     BELLS = "bells show an engine that a request is done, before its endpoint knows"
     OVERLAID = "layers with a window have pages of their own, in the same bytes as those of the others"

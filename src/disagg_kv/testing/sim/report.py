@@ -52,6 +52,8 @@ MARKS = frozenset(
         "bells:twice",
         "bells:old",
         "bells:there are none",
+        "pulled:a copy outlives its source",
+        "pulled:a copy fails before it is quiet",
         "prepared:gather launched",
         "prepared:gather dropped",
         "prepared:scatter launched",

@@ -20,6 +20,7 @@ from ...strategies import LayerPipelined
 from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
+from .path_draws import PULL, pulls, refused_of
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -54,9 +55,6 @@ CROWDS, CROWD_S = 0.15, 0.25
 UNMET, COMES_S = 0.1, 3.0
 """Share of the worlds without conversations in which one side of a request comes too late or never, and the seconds
 after which the late one comes: the other side has given the room up by then."""
-
-REFUSED = 0.2
-"""Share of the worlds whose decode allows no exposed pages in which a prefill instance knows no other path."""
 
 REMEMBERED = (1, 2, 64)
 """Ended rooms that endpoints remember by id: a frame of an earlier one may come late."""
@@ -284,7 +282,7 @@ class Scenario:
         lease = slot + 256 * max(p.world for p in prefills)
         slow_kernels = rng.random() < 0.5
         decode_path = rng.choice(("auto", "auto", "staged"))
-        prefill_paths = ("auto", "staged") if decode_path == "staged" else ("auto", "staged", "staged", "slice")
+        prefill_paths = ["auto", "staged"] if decode_path == "staged" else ["auto", "staged", "staged", "slice"]
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
         conversations: tuple[Conversation, ...] = ()
         if rng.random() < PREFIXES and _keeps(shape):
@@ -311,8 +309,10 @@ class Scenario:
         selection = "+incremental" if conversations else ""
         draws = random.Random(f"maps {seed}")
         maps = draws.random() < 0.7
-        exposing = maps and decode_path != "staged"
-        refused = None if exposing or conversations or scarce else _refused(seed, decode_path, len(prefills))
+        if pulls(seed):
+            maps, decode_path, prefill_paths = True, PULL, [PULL]
+        exposing = maps and decode_path not in ("staged", PULL)
+        refused = None if exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
         return cls(
             seed=seed,
             model=shape.model,
@@ -409,12 +409,6 @@ def shape_of(block: int, number: int) -> Shape:
         decode, *rest = (evolve(one, overlaid=draws.random() < OVERLAID) for one in (decode, *prefills))
         prefills = tuple(rest)
     return Shape(model, slot, (least, most), prefills, decode)
-
-
-def _refused(seed: int, decode_path: str, prefills: int) -> int | None:
-    """In some worlds a prefill instance writes to exposed pages alone, and decode exposes none."""
-    rng = random.Random(f"refused {seed}")
-    return rng.randrange(prefills) if decode_path == "staged" and rng.random() < REFUSED else None
 
 
 def _far(rng: random.Random, shape: Shape) -> tuple[str, int] | None:

@@ -1,0 +1,23 @@
+"""Worlds in which one path alone is known."""
+
+from __future__ import annotations
+
+import random
+
+REFUSED = 0.2
+"""Share of the worlds whose decode allows no exposed pages in which a prefill instance knows no other path."""
+
+PULL = "mapped_pull"
+PULLS = 0.15
+"""Share of the worlds in which kernels of decode read the pages of prefill, and no other path is known."""
+
+
+def refused_of(seed: int, decode_path: str, prefills: int) -> int | None:
+    """In some worlds a prefill instance writes to exposed pages alone, and decode exposes none."""
+    rng = random.Random(f"refused {seed}")
+    return rng.randrange(prefills) if decode_path == "staged" and rng.random() < REFUSED else None
+
+
+def pulls(seed: int) -> bool:
+    """Whether decode pulls in the world of a seed."""
+    return random.Random(f"pulls {seed}").random() < PULLS
