@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import select
 import socket
@@ -36,6 +35,7 @@ from .base import (
 )
 from .files import claimed, listening
 from .keys import Keys, split_key, with_key
+from .reach import is_loopback
 
 _HARD_LIMIT = 2 * MAX_FRAME
 """A larger part is not even read: ZeroMQ cuts its connection. Messages that are still too large are counted.
@@ -395,11 +395,6 @@ def _refusal(address: str, anywhere: bool) -> str | None:
     tcp = re.fullmatch(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([^:/\[\]]+)):(\d{1,5})", address)
     if tcp is None or int(tcp[3]) > 65535:
         return "neither tcp://host:port nor ipc:///path"
-    host = tcp[1] or tcp[2]
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if loopback or anywhere:
+    if is_loopback(tcp[1] or tcp[2]) or anywhere:
         return None
     return "without keys frames are not encrypted: only loopback and ipc, or unencrypted_network=True"

@@ -101,7 +101,7 @@ def demo(
     process runs the whole model. Exit code 0: the same tokens, and every byte where it belongs.
     """
     from ..engines.hf.demo import DemoConfig
-    from ..transports import default_transport
+    from ..transports.registry import AUTO
 
     config = DemoConfig(
         model=model.value,
@@ -110,7 +110,7 @@ def demo(
         decode_tp=decode_tp,
         decode_pp=decode_pp,
         strategy=strategy,
-        transport=transport or default_transport(device),
+        transport=transport or AUTO,
         device=device,
         transport_module=transport_module,
         prefill_host=prefill_host,
@@ -177,7 +177,8 @@ def moved(config: DemoConfig, report: Report) -> Table:
     """Bytes, writes and times of the transfers."""
     stages = "" if report.prefill_pp == report.decode_pp == 1 else f", PP {report.prefill_pp} -> {report.decode_pp}"
     split = f"TP {report.prefill_tp} -> {report.decode_tp}{stages}"
-    table = Table("what", "", title=f"{report.model}, {split}, {report.strategy}, {report.transport}")
+    carrier = "+".join(report.lanes) or report.transport
+    table = Table("what", "", title=f"{report.model}, {split}, {report.strategy}, {carrier}")
     per_token = f"{report.descriptors:,} (one per token and head slice: {report.descriptors_slice:,})"
     rows = {
         "requests": f"{report.requests} ({report.prompt_tokens:,} tokens, {report.new_tokens} new ones each)",

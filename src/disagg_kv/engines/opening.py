@@ -25,7 +25,7 @@ from ..geometry import Shard
 from ..memory import Event, MemoryPool
 from ..protocol import Options
 from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
-from ..transports import Transport, default_transport, transport
+from ..transports import transport
 from ..transports.registry import AUTO
 from .options import EngineOptions
 from .shown import Shown, Side
@@ -144,7 +144,7 @@ def _open(
     undo.callback(shown.close)
 
     def connections(role: Side, name: str) -> dict[str, Any]:
-        carrier = _carrier(options.transport or default_transport(device), device)
+        carrier = None if options.transport == AUTO else transport(options.transport)
         channel = _channel(options, scratch, f"{role}{rank}")
         own[role == "decode"] = channel.address
         observer = shown.observer(role, name)
@@ -161,11 +161,6 @@ def _open(
             undo.callback(receiver.close)
             shown.show("decode", receiver)
     return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch, shown)
-
-
-def _carrier(name: str, device: str) -> Transport:
-    """A transport, or several; ``"auto"`` needs to know which memory they move."""
-    return transport(name, device=device) if name == AUTO else transport(name)
 
 
 def agreed(

@@ -23,8 +23,8 @@ class EngineOptions:
 
     Args:
         strategy: path and schedule, as for :func:`~disagg_kv.strategies.strategy`; the selection is ``incremental``.
-        transport: name of a transport, of several as ``"cuda_ipc+nixl"``, or ``"auto"``; "": ``shm`` for CPU memory,
-            ``cuda_ipc`` for GPUs.
+        transport: name of a transport, of several as ``"cuda_ipc+nixl"``, or ``"auto"``: ``shm`` for CPU memory,
+            ``cuda_ipc`` for GPUs, and a network if ``listen`` is an address that other hosts can reach.
         channel: ``unix`` (processes of one user on one host) or ``zmq``.
         listen: where the channel listens: a directory of socket files for ``unix``, an address such as
             ``tcp://10.0.0.1:0`` for ``zmq``; "": a fresh directory, ``tcp://127.0.0.1:0``.
@@ -51,7 +51,7 @@ class EngineOptions:
     """
 
     strategy: str = "auto"
-    transport: str = ""
+    transport: str = "auto"
     channel: str = "unix"
     listen: str = ""
     rendezvous: str = ""

@@ -217,8 +217,8 @@ class CombinedTransport:
                         raise  # the caller's fault, whatever the lane
                     refused.append((carrier, text_of(_named(error))))
             if not done:
-                whys = "; ".join(f"{one.name}: {why}" for one, why in refused) or listed(self.excluded)
-                raise RegistrationError(f"no lane can register this memory: {whys}")
+                whys = {one.name: why for one, why in refused}
+                raise RegistrationError(f"no lane can register this memory: {listed({**whys, **self.excluded})}")
         except BaseException:
             for carrier in done:
                 carrier.transport.deregister([carrier.ids.pop(region) for region in ids])

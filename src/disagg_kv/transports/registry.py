@@ -38,6 +38,9 @@ _BUILTIN = {
 AUTO = "auto"
 """The name of the transport that takes what starts on a host."""
 
+NO_NETWORK = "peers of this host need no network; name it to have it"
+"""Why ``auto`` goes without networks where they are not asked for."""
+
 AUTO_LANES = {"cpu": ("shm", "nixl", "mooncake"), "cuda": ("cuda_ipc", "nixl", "mooncake")}
 """By kind of memory: the lane within a host, then those between hosts, of which the first that starts is taken."""
 
@@ -59,8 +62,9 @@ def transport(name: str, **options: object) -> Transport:
 
     Names joined by ``+`` make one of several transports, as :func:`~disagg_kv.transports.combine`; ``options`` are then
     those of each, by its name: ``transport("shm+nixl", nixl={"num_threads": 2})``. One that cannot start here is left
-    out, with a warning. ``"auto"`` takes those that start, see :data:`AUTO_LANES`; it has the option ``device``, the
-    pool's device, besides.
+    out, with a warning. ``"auto"`` takes those that start, see :data:`AUTO_LANES`. Besides, it has the options
+    ``device``, the pool's device, and ``network``. False: all peers are on this host, and none of the lanes between
+    hosts is started, unless the lane within the host does not start.
 
     Raises:
         UnknownNameError: no transport, or no option of it, has that name; lists those that there are.
@@ -69,8 +73,8 @@ def transport(name: str, **options: object) -> Transport:
     """
     name = arguments.text(name, "name of a transport")
     if name == AUTO:
-        device = options.pop("device", "cpu")
-        return _auto(arguments.text(device, "device"), _by_lane(_lanes_for(device), options))
+        device, network = options.pop("device", "cpu"), arguments.flag(options.pop("network", True), "network")
+        return _auto(arguments.text(device, "device"), _by_lane(_lanes_for(device), options), network)
     if JOIN in name:
         lanes = lane_names(name)
         return _several(name, lanes, _by_lane(lanes, options))
@@ -144,12 +148,15 @@ def _lanes_for(device: object) -> tuple[str, ...]:
     return AUTO_LANES[kind]
 
 
-def _auto(device: str, options: Mapping[str, Mapping[str, object]]) -> Transport:
+def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: bool) -> Transport:
     """What starts of :data:`AUTO_LANES`; the others stay in ``left_out``."""
     near, *networks = _lanes_for(device)
     made, left_out = _started([near], options, options)
     try:
-        made, left_out = _with_network(made, left_out, networks, device, options)
+        if network or not made:
+            made, left_out = _with_network(made, left_out, networks, device, options)
+        else:
+            left_out |= dict.fromkeys(networks, NO_NETWORK)
         if not made:
             raise ConfigurationError(f"transport 'auto': none starts for memory on {device!r}: {listed(left_out)}")
     except BaseException:
@@ -210,7 +217,7 @@ def between_processes(name: str, device: str = "cpu", **options: object) -> Tran
     """
     kind = arguments.text(device, "device").partition(":")[0]
     if name == AUTO:
-        return transport(AUTO, device=device, **options)
+        return transport(AUTO, **{"device": device, "network": False, **options})
     if JOIN in name:
         return on_device(transport(name, **_for_lanes(name, device, options)), device)
     options = {**_one_host(name, device), **options}

@@ -175,7 +175,10 @@ def test_sides_that_share_no_lane_are_refused_with_the_lanes_of_both() -> None:
 def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
     kind: type[PrefillEndpoint | DecodeEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is enough; of a list without any, each is named. Without a list it takes what starts here."""
+    """One is enough; of a list without any, each is named.
+
+    Without a list it takes what starts here, and a network only if other hosts can reach its channel.
+    """
 
     class Gpu(InprocTransport):
         name = "gpu"
@@ -184,15 +187,20 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
     class Other(Gpu):
         name = "other"
 
+    class Reached(InprocChannel):
+        address = "tcp://10.0.0.1:5"
+
     rig = Rig(SPEC)
 
     number = count()
 
-    def make(transport: Transport | Sequence[Transport] | None) -> PrefillEndpoint | DecodeEndpoint:
+    def make(
+        transport: Transport | Sequence[Transport] | None, channel: type[InprocChannel] = InprocChannel
+    ) -> PrefillEndpoint | DecodeEndpoint:
         return kind(
             PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4),
             transport=transport,
-            channel=InprocChannel(rig.hub, f"x{next(number)}"),
+            channel=channel(rig.hub, f"x{next(number)}"),
             rendezvous=rig.rendezvous,
             instance="X",
             environment=Environment(clock=rig.clock, thread=False),
@@ -206,6 +214,7 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
     made.close()
     for name in ("nixl", "mooncake"):
         monkeypatch.setitem(registry._registered, name, Far)
-    default = make(None)
-    assert default.driver.loop.me.transport.name == "shm+far"
-    default.close()
+    for channel, expected in ((InprocChannel, "shm"), (Reached, "shm+far")):
+        default = make(None, channel)
+        assert default.driver.loop.me.transport.name == expected
+        default.close()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import attrs
 import pytest
 
-from disagg_kv.engines.opening import _carrier
-from disagg_kv.errors import ConfigurationError, MissingDependencyError
+from disagg_kv import PagedPool
+from disagg_kv.engines.opening import open_endpoints
+from disagg_kv.engines.options import EngineOptions
+from disagg_kv.errors import UnknownNameError
+from disagg_kv.geometry import CacheSpec, Shard, shard
+from disagg_kv.memory import MemoryPool
 from disagg_kv.transports import InprocTransport, registry
+
+SPEC = CacheSpec.kv(1, 1, 8, "int8")
 
 
 class Wire(InprocTransport):
@@ -15,16 +24,36 @@ class Wire(InprocTransport):
     name = "wire"
 
 
-def absent() -> Wire:
-    """No GPU."""
-    raise MissingDependencyError("transport 'cuda_ipc'", "no GPU", "none")
+class Gpu(InprocTransport):
+    """In place of one that moves no CPU memory."""
+
+    name = "gpu"
+    caps = attrs.evolve(InprocTransport.caps, devices=frozenset({"cuda"}))
 
 
-def test_auto_takes_what_moves_the_memory_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of several are taken as they are."""
-    monkeypatch.setattr(registry, "_registered", {"nixl": Wire, "mooncake": Wire, "cuda_ipc": absent})
-    assert _carrier("auto", "cpu").name == "shm+wire"
-    assert _carrier("shm+inproc", "cuda:0").name == "shm+inproc"
-    assert _carrier("shm", "cpu").name == "shm"
-    with pytest.raises(ConfigurationError, match=r"none starts for memory on 'cuda:0'.*nixl"):
-        _carrier("auto", "cuda:0")
+def pool() -> tuple[MemoryPool, Sequence[Shard]]:
+    """The cache of a single rank."""
+    return PagedPool.allocate(SPEC, shard(SPEC), pages=2, page_size=2), (shard(SPEC),)
+
+
+def opened(options: EngineOptions) -> list[str]:
+    """The transports of both endpoints of a rank."""
+    made = open_endpoints(
+        options, pool, instance="i", strategy="auto", tp=1, rank=0, group=None, produces=True, consumes=True
+    )
+    try:
+        return [end.driver.loop.me.transport.name for end in (made.sender, made.receiver) if end is not None]
+    finally:
+        made.close()
+
+
+def test_an_engine_of_one_host_opens_no_network_unless_its_option_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an endpoint without a transport. Of several that are named, those for other memory are left out."""
+    monkeypatch.setattr(registry, "_registered", {"nixl": Wire, "gpu": Gpu})
+    assert opened(EngineOptions()) == ["shm", "shm"]
+    assert opened(EngineOptions(channel="zmq")) == ["shm", "shm"]
+    assert opened(EngineOptions(transport="shm+nixl")) == ["shm+wire"] * 2
+    assert opened(EngineOptions(transport="gpu+shm")) == ["shm", "shm"]
+    assert opened(EngineOptions(transport="nixl")) == ["wire", "wire"]
+    with pytest.raises(UnknownNameError, match="unknown transport 'pigeon'"):
+        opened(EngineOptions(transport="pigeon"))

@@ -189,11 +189,25 @@ def test_auto_takes_the_lane_of_the_host_and_the_first_network_that_starts() -> 
     both = combined_of("auto", mooncake={"depth": 9}, nixl={"depth": 5})
     assert isinstance(both.lanes[1], Other)
     assert both.lanes[1].depth == 5
-    assert between_processes("auto").name == "shm+other"
+    assert between_processes("auto", network=True).name == "shm+other"
     register_transport("nixl", not_here)
     register_transport("mooncake", not_here)
     alone = combined_of("auto")
     assert (alone.name, set(alone.left_out)) == ("shm", {"nixl", "mooncake"})
+
+
+def test_auto_starts_no_network_for_peers_of_one_host_unless_the_lane_within_it_does_not_start() -> None:
+    """What is not started is left out by name."""
+    register_transport("nixl", Other)
+    register_transport("mooncake", not_here)
+    for made in (combined_of("auto", network=False), between_processes("auto")):
+        assert isinstance(made, CombinedTransport)
+        assert (made.name, set(made.left_out)) == ("shm", {"nixl", "mooncake"})
+        assert "name it to have it" in made.left_out["nixl"]
+    register_transport("shm", not_here)
+    assert combined_of("auto", network=False).name == "other"
+    with pytest.raises(ConfigurationError, match="network"):
+        transport("auto", network="no")
 
 
 def test_auto_needs_something_that_moves_the_pools_memory() -> None:

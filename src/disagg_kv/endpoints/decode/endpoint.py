@@ -46,7 +46,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         pool: the rank's cache.
         transport: peers write here through it; or a list of transports, of which each peer takes the first by which it
             reaches this rank. The endpoint owns them from now on. None: ``"auto"``, what starts on this
-            host for the pool's memory; see :func:`~disagg_kv.transports.transport`.
+            host for the pool's memory, with a network only if other hosts can reach ``channel``; see
+            :func:`~disagg_kv.transports.transport`.
         channel: carries the frames. The endpoint owns it from now on.
         rendezvous: where prefill ranks, and the other ranks of this instance, are found.
         instance: name of this set of ranks.

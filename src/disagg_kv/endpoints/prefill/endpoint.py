@@ -46,8 +46,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     Args:
         pool: the rank's cache.
         transport: writes the bytes; or a list of transports, of which each peer gets the first that reaches it. The
-            endpoint owns them from now on. None: ``"auto"``, what starts on this
-            host for the pool's memory; see :func:`~disagg_kv.transports.transport`.
+            endpoint owns them from now on. None: ``"auto"``, what starts on this host for the pool's memory, with a
+            network only if other hosts can reach ``channel``; see :func:`~disagg_kv.transports.transport`.
         channel: carries the frames. The endpoint owns it from now on.
         rendezvous: where decode ranks find this one.
         instance: name of this set of ranks. A restarted instance takes a new name.

@@ -8,6 +8,7 @@ from weakref import ref
 
 from ... import arguments
 from ...channels import Channel
+from ...channels.reach import leaves_host
 from ...errors import ConfigurationError
 from ...geometry import Shard, Site
 from ...ids import Rank, RegionId
@@ -59,14 +60,16 @@ def _check_identity(pool: MemoryPool) -> None:
         ) from exc
 
 
-def carrier(transport: Transport | Sequence[Transport] | None, device: str) -> Transport:
-    """The transport, or several as one: those that move memory on the pool's device; of None, what starts here.
+def carrier(transport: Transport | Sequence[Transport] | None, device: str, channel: Channel) -> Transport:
+    """The transport, or several as one: those that move memory on the pool's device.
+
+    Of None, what starts here. A network is left out where the channel does not leave the host: no peer would use it.
 
     Raises:
         ConfigurationError: no transport, or lanes that cannot be combined, or of which none moves such memory.
     """
     if transport is None:
-        return named_transport(AUTO, device=device)
+        return named_transport(AUTO, device=device, network=leaves_host(channel.address))
     if isinstance(transport, Sequence):
         transport = combined_or_alone(check_lanes(transport, "transport"))
     check_transport(transport, "transport")
@@ -122,7 +125,7 @@ class Parts:
         self.environment = arguments.one(environment, "environment", Environment)
         # Last: what starts here has threads and ports, and is closed where an endpoint is refused later.
         self._ours = transport is None
-        self.transport = carrier(transport, pool.buffers[0].device)
+        self.transport = carrier(transport, pool.buffers[0].device, channel)
 
     def __enter__(self) -> Parts:
         """An error inside closes the transport, if no caller has it."""

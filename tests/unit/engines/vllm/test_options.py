@@ -15,7 +15,7 @@ from disagg_kv.errors import ConfigurationError, UnknownNameError
 def test_the_defaults_work_on_one_host() -> None:
     options = ConnectorOptions.of({})
     assert options == ConnectorOptions(
-        strategy="auto", transport="", channel="unix", listen="", rendezvous="", keys="", staging_bytes=None,
+        strategy="auto", transport="auto", channel="unix", listen="", rendezvous="", keys="", staging_bytes=None,
         verify="off", silence_s=30.0, metrics="", status_socket=False,
     )  # fmt: skip
     assert not options.layered

@@ -34,7 +34,8 @@ class DemoConfig:
         decode_tp: tensor-parallel processes of a decode stage.
         decode_pp: pipeline stages of decode.
         strategy: the strategy's name, for example ``"staged"``.
-        transport: a registered transport's name.
+        transport: a registered transport's name, several joined by ``+``, or ``"auto"``: with a network where a side
+            is at another address than 127.0.0.1.
         device: ``"cpu"``, or ``"cuda"``: models and caches are on GPUs, which ranks may share; ``"llama"`` only.
         transport_module: a module that registers the transport; it is imported first.
         prefill_host: the IPv4 address of prefill's processes for decode, and of the caller's store for all. If an
@@ -74,7 +75,7 @@ class DemoConfig:
     decode_tp: int = 1
     decode_pp: int = 1
     strategy: str = "staged"
-    transport: str = "shm"
+    transport: str = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     transport_module: str | None = None
     prefill_host: str = LOOPBACK

@@ -67,6 +67,7 @@ class Report:
         descriptors_slice: writes that the path ``slice`` would post: one per token and head slice.
         strategy: as configured.
         paths: the paths that rooms took.
+        lanes: the transports that carried them.
         transport: as configured.
         device: as configured.
         model: as configured.
@@ -95,6 +96,7 @@ class Report:
     descriptors_slice: int
     strategy: str
     paths: tuple[str, ...]
+    lanes: tuple[str, ...]
     transport: str
     device: str
     model: str
@@ -153,6 +155,7 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         descriptors_slice=results.reference.descriptors_slice,
         strategy=config.strategy,
         paths=tuple(sorted({room.path for room in sent if room.path})),
+        lanes=tuple(sorted({room.lane for room in sent if room.lane})),
         transport=config.transport,
         device=config.device,
         model=config.model,

@@ -20,12 +20,14 @@ class Moved:
         nbytes: bytes of cache it sent or received.
         descriptors: writes it posted.
         path: the path that the room took.
+        lane: the transport that carried it.
         seconds: per phase.
     """
 
     nbytes: int
     descriptors: int
     path: str
+    lane: str
     seconds: Mapping[str, float]
 
 

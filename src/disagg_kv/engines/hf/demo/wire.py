@@ -17,7 +17,8 @@ from ....memory import PagedPool
 from ....protocol import Options, Phase
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
-from ....transports import Transport, between_processes
+from ....transports import Transport, between_processes, transport
+from ....transports.registry import AUTO
 from .config import LOOPBACK, DemoConfig, Kind
 from .inject import WrongGather
 from .member import Member, wait_for
@@ -170,6 +171,8 @@ def _channel(member: Member, host: str) -> ZmqChannel:
 
 def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
     """The chosen transport; if it has an option ``host``, with the address at which others reach it."""
+    if config.transport == AUTO:
+        return transport(AUTO, device=device, network=host != LOOPBACK)
     try:
         return between_processes(config.transport, device, **({} if host == LOOPBACK else {"host": host}))
     except UnknownNameError:
@@ -178,4 +181,4 @@ def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
 
 def _moved(handle: Handle) -> Moved:
     report = handle.report
-    return Moved(report.nbytes, report.descriptors, report.path, dict(report.seconds))
+    return Moved(report.nbytes, report.descriptors, report.path, report.lane, dict(report.seconds))
