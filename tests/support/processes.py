@@ -36,7 +36,6 @@ from disagg_kv import (
     Source,
     attempt_id,
     shard,
-    transport,
 )
 from disagg_kv.channels import UnixChannel, ZmqChannel
 from disagg_kv.endpoints import Expectation
@@ -48,7 +47,15 @@ from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import U8, Event
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded, decode
+from disagg_kv.transports import (
+    PeerEvent,
+    Settled,
+    SupportsAllocate,
+    Transport,
+    WriteEnded,
+    between_processes,
+    decode,
+)
 
 KV = GroupId("kv")
 SPEC = CacheSpec.kv(2, 4, 16, "float32")
@@ -125,6 +132,8 @@ class Look:
     message: str
     nbytes: int
     path: str
+    lane: str
+    lane_reason: str
 
 
 @frozen
@@ -251,7 +260,8 @@ class Member:
         shards = [shard(SPEC, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         knobs = setup.knobs
         self.setup = setup
-        inner = transport(knobs.transport, **({} if knobs.drain_s is None else {"drain_s": knobs.drain_s}))
+        own = {} if knobs.drain_s is None else {"drain_s": knobs.drain_s}
+        inner = between_processes(knobs.transport, knobs.device, **own)
         self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)
         if knobs.late:
             self._transport = _Late(inner, setup.rank)
@@ -367,7 +377,8 @@ class Member:
         handle = self.rooms[room]
         released, phase, error = handle.released, handle.phase, handle.error
         report = handle.report
-        return Look(phase.name, released, type(error).__name__, str(error), report.nbytes, report.path)
+        how = report.path, report.lane, report.lane_reason
+        return Look(phase.name, released, type(error).__name__, str(error), report.nbytes, *how)
 
     def aux(self) -> bytes:
         """The last aux row."""

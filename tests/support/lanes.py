@@ -1,0 +1,48 @@
+"""Endpoints with several transports in processes of their own, one of which names another host."""
+
+from __future__ import annotations
+
+from disagg_kv.transports import process
+from tests.support.processes import Cluster, Knobs, Member, Node, Setup
+
+ROOM, TOKENS = b"room", 600
+
+
+class Elsewhere(Member):
+    """A process that says that it is on another host, so that a lane within a host refuses its peers."""
+
+    def __init__(self, setup: Setup) -> None:
+        process._host = lambda: "elsewhere"
+        super().__init__(setup)
+
+
+def crosses(cluster: Cluster, knobs: Knobs, kind: type[Member]) -> tuple[Node, Node]:
+    """One request from a rank of some kind to one of decode, byte for byte; both ranks."""
+    (prefill,), (decode,) = cluster.start("prefill", "P", 1, knobs, kind), cluster.start("decode", "D", 1, knobs)
+    decode.ask("expect", ROOM, "P", TOKENS)
+    assert decode.ask("wrong", {ROOM: TOKENS}) > 0, "the check of the bytes cannot fail"
+    prefill.ask("begin", ROOM, TOKENS)
+    prefill.ask("send", ROOM, 0, TOKENS // 2, False)
+    prefill.ask("send", ROOM, TOKENS // 2, TOKENS, True)
+    for node in (prefill, decode):
+        look = node.until(ROOM, lambda look: look.released)
+        assert look.phase == "DONE", look
+    assert decode.ask("wrong", {ROOM: TOKENS}) == 0
+    return prefill, decode
+
+
+def check_lanes(cluster: Cluster, near: str, far: str, device: str) -> None:
+    """A peer of the host is reached over the near lane, and mapped; both sides name the lane."""
+    prefill, decode = crosses(cluster, Knobs("auto", transport=f"{near}+{far}", device=device), Member)
+    look = prefill.ask("look", ROOM)
+    assert (look.path, look.lane, look.lane_reason) == ("mapped", near, "the first lane")
+    assert decode.ask("look", ROOM).lane == near
+
+
+def check_far_lane(cluster: Cluster, near: str, far: str, device: str) -> None:
+    """A peer that the near lane refuses is reached over the far one, with the near one's reason."""
+    prefill, decode = crosses(cluster, Knobs("auto", transport=f"{near}+{far}", device=device), Elsewhere)
+    look = prefill.ask("look", ROOM)
+    assert look.path != "mapped"
+    assert (look.lane, look.lane_reason.startswith(f"not {near}: ")) == (far, True), look
+    assert decode.ask("look", ROOM).lane == far

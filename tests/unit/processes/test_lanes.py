@@ -1,0 +1,32 @@
+"""Endpoints with ``shm`` and ``nixl`` in processes: each peer gets the first that reaches it. Bytes are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.lanes import check_far_lane, check_lanes
+from tests.support.needs import needs_nixl
+from tests.support.processes import Cluster
+
+pytestmark = [pytest.mark.slow, needs_nixl]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Processes that all end with the test."""
+    made = Cluster(tmp_path)
+    yield made
+    made.stop()
+
+
+def test_a_peer_of_the_host_is_reached_by_shared_memory_and_mapped(cluster: Cluster) -> None:
+    """NIXL is there, too, and carries nothing."""
+    check_lanes(cluster, "shm", "nixl", "cpu")
+
+
+def test_a_peer_that_shared_memory_refuses_is_reached_by_nixl(cluster: Cluster) -> None:
+    """It names another host; the reason is in the report."""
+    check_far_lane(cluster, "shm", "nixl", "cpu")
