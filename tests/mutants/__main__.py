@@ -1,6 +1,9 @@
 """Hunt every bug, several at a time, and say which seed found it and what that cost: ``nox -s mutants``.
 
-``--json FILE`` writes all of it, too: ``benchmarks/results/mutants.json`` is what docs/benchmarks.md shows.
+``--json FILE`` writes all of it, too: ``benchmarks/results/mutants.json`` is what docs/benchmarks.md shows. The same
+without nox, on a machine that has no more than the library's own dependencies and pytest::
+
+    PYTHONPATH=src python -m tests.mutants --json FILE --commit COMMIT
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ def main(args: Sequence[str] | None = None, bugs: Sequence[Mutant] = BUGS) -> in
     """The number of survivors is the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="hunt every planted bug")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, and what it cost")
-    into: Path | None = parser.parse_args(args).json
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    given = parser.parse_args(args)
+    into: Path | None = given.json
     hunts: list[Hunt] = []
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         for one in pool.map(timed, bugs):
@@ -39,7 +44,7 @@ def main(args: Sequence[str] | None = None, bugs: Sequence[Mutant] = BUGS) -> in
     print(f"{tally.killed} of {len(hunts)} planted bugs were found")
     print(f"planted bugs killed per CPU minute: {tally.killed_per_cpu_minute:.1f} ({tally.cpu_s:,.0f} CPU seconds)")
     if into is not None:
-        into.write_text(json.dumps(tally.record(), indent=1) + "\n")
+        into.write_text(json.dumps(tally.record(given.commit), indent=1) + "\n")
     return min(len(hunts) - tally.killed, 100)
 
 

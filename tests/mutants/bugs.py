@@ -18,6 +18,8 @@ PREFILL = "endpoints.prefill.rooms:PrefillSide."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
 BELLS = "endpoints.decode.bells:"
+EARLY = "endpoints.prefill.early:"
+TABLES = "protocol.page_runs:"
 SCATTER = "endpoints.decode.scatter:ScatterQueue."
 DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
@@ -102,6 +104,21 @@ BUGS: Sequence[Mutant] = (
            BELLS + "BellWatch._hear", "part.arrived.add(line.rank)", "part.arrived.update(part.writers)"),
     Mutant("bells revive a room that has failed",
            "endpoints.decode.room_bells:RoomBells.follow", "self._drop(room)", "room.watch.offer()"),
+    Mutant("the page after a run is one too early",
+           TABLES + "_unfolded", "np.concatenate(([0], ends[:-1] - 1))", "np.concatenate(([0], ends[:-1]))"),
+    Mutant("a run of pages is one too long",
+           TABLES + "_runs_of", "np.append(starts, len(pages))", "np.append(starts, len(pages) + 1)"),
+    Mutant("every page table gets the pages of the first", TABLES + "with_pages", "at = end", "pass"),
+    Mutant("parts of page tables are put together in the order in which they come",
+           EARLY + "EarlyArrivals.put", "if part.offset == there:", "if part.offset >= there:"),
+    Mutant("a part of page tables that comes again is added again",
+           EARLY + "EarlyArrivals.put", "if part.offset == there:", "if part.offset <= there:"),
+    Mutant("page tables count as whole before their last part has come",
+           EARLY + "_Early.missing", "len(self.data) < self.size", "len(self.data) + 4 < self.size"),
+    Mutant("parts that were lost are not sent again",
+           "protocol.parts:Parts.restart", "self._taken = self._sent =", "self._taken ="),
+    Mutant("a room begins before its page tables are there",
+           PREFILL + "_on_expect", "opened and whole(frame.tables or ())", "opened"),
     Mutant("a copy into mapped pages does not wait for its rows",
            MOVER + "_begin_moves", "spec.after))", "None))"),
     Mutant("a copy whose event fails counts as quiet",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from time import process_time
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from disagg_kv.bench.machine import Machine
 from disagg_kv.testing.sim import simulate
@@ -64,8 +64,9 @@ class Tally:
         """The simulator's figure of merit: it grows with the speed of worlds and with what each of them can find."""
         return self.killed / (self.cpu_s / 60)
 
-    def record(self) -> dict[str, object]:
-        """As it is written into a file of results."""
+    def record(self, commit: str | None = None) -> dict[str, object]:
+        """As it is written into a file of results; ``commit``: of the checkout, where git cannot say."""
+        machine = Machine.here()
         return {
             "planted": len(self.hunts),
             "killed": self.killed,
@@ -82,7 +83,7 @@ class Tally:
                 }
                 for one in self.hunts
             ],
-            "machine": asdict(Machine.here()),
+            "machine": asdict(evolve(machine, commit=commit or machine.commit)),
         }
 
 

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Protocol, runtime_checkable
@@ -28,6 +28,8 @@ class Remembering(Protocol):
 @frozen
 class Mutant:
     """A bug: ``old`` stands in the source of ``where`` exactly once and is replaced by ``new``.
+
+    A function of a module is replaced in every module of the library that has imported it.
 
     Args:
         name: what goes wrong, in words.
@@ -60,13 +62,24 @@ class Mutant:
         scope: dict[str, object] = {}
         code = compile(f"from __future__ import annotations\n{body}", inspect.getfile(function), "exec")
         exec(code, module.__dict__, scope)
-        setattr(owner, last, scope[last])
-        _forget()
+        holders = _importers(last, found) if owner is module else [owner]
+        _set(holders, last, scope[last])
         try:
             yield
         finally:
-            setattr(owner, last, found)
-            _forget()
+            _set(holders, last, found)
+
+
+def _importers(name: str, function: FunctionType) -> list[object]:
+    """The module of a function, and those that have imported it by its name."""
+    modules = [module for at, module in list(sys.modules.items()) if at.partition(".")[0] == "disagg_kv"]
+    return [module for module in modules if vars(module).get(name) is function]
+
+
+def _set(holders: Iterable[object], name: str, value: object) -> None:
+    for holder in holders:
+        setattr(holder, name, value)
+    _forget()
 
 
 def _forget() -> None:

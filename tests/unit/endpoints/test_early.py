@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from disagg_kv.endpoints.prefill.early import EarlyArrivals
 from disagg_kv.ids import Epoch, RoomId
 from disagg_kv.protocol import Options
-from disagg_kv.protocol.frames import Expect, WireTable
+from disagg_kv.protocol.frames import Expect, TablePart, WireTable
 
 A, B = Epoch(bytes([1] * 16)), Epoch(bytes([2] * 16))
 
@@ -15,6 +17,34 @@ def expect(room: int, pages: int, peer: Epoch = A) -> Expect:
     tables = (WireTable("kv", 0, pages, 0, b""),)
     return Expect(src=peer, dst=bytes(16), room=bytes([room]), generation=room, start=0, stop=pages, paths=(),
                   tag=b"", tables=tables)  # fmt: skip
+
+
+def part(room: int, generation: int, offset: int, data: bytes) -> TablePart:
+    """Of a peer's page tables."""
+    return TablePart(src=A, dst=bytes(16), room=bytes([room]), generation=generation, offset=offset, data=data)
+
+
+def test_parts_belong_to_one_generation() -> None:
+    """A part that comes late, of an earlier use of the room's id, is not taken for one of the later use."""
+    early = EarlyArrivals(Options())
+    assert early.add(expect(2, 2), 1.0, alone=True)
+    assert early.put(part(2, 1, 0, b"old!")) is None
+    assert early.lacks(RoomId(bytes([2])), A) == 0
+    assert early.put(part(2, 2, 0, b"new.")) == (4, False)
+    assert early.put(part(2, 2, 4, b"both")) == (8, False)
+    (whole,) = early.take(RoomId(bytes([2])))
+    assert [table.pages for table in whole.tables or ()] == [b"new.both"]
+
+
+def test_what_came_for_another_expectation_is_dropped() -> None:
+    """The same one again keeps what came; another one of the same peer and room does not."""
+    early, room = EarlyArrivals(Options()), RoomId(bytes([1]))
+    assert early.add(expect(1, 2), 1.0, alone=True)
+    assert early.put(part(1, 1, 0, b"some")) == (4, False)
+    assert early.add(expect(1, 2), 1.0, alone=True)
+    assert early.lacks(room, A) == 4
+    assert early.add(structs.replace(expect(1, 2), generation=9), 1.0, alone=True)
+    assert early.lacks(room, A) == 0
 
 
 def test_open_rooms_wait_for_their_tables_whatever_is_parked() -> None:

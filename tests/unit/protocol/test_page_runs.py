@@ -79,6 +79,12 @@ def test_a_page_may_come_again_as_the_null_page_does() -> None:
     assert found.pages.tolist() == [0, 0, 0, 0, 0, 1, 2, 9, 10, 11]
 
 
+def test_a_run_may_not_lie_in_one_that_is_not_its_neighbour() -> None:
+    """Sorted by their first pages, another one is between them."""
+    with pytest.raises(RemoteProtocolError, match="runs overlap"):
+        p.tables_from_wire([runs((0, 9), (1, -5), (7, 9))], MOST)
+
+
 def test_parts_that_were_lost_are_due_again() -> None:
     parts = Parts(4)
     parts.put(bytes(range(40)))

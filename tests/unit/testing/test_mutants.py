@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.page import mutants
+from disagg_kv.endpoints.prefill import early
+from disagg_kv.errors import DisaggKVError
+from disagg_kv.protocol import page_runs
 from disagg_kv.protocol.receive_room import ReceiveRoom
 from disagg_kv.testing.sim import simulate
 from tests.mutants.__main__ import main
+from tests.mutants.beyond import BEYOND
 from tests.mutants.bugs import BUGS
 from tests.mutants.hunt import Hunt, Kill, Tally, hunt, timed
 from tests.mutants.planting import Mutant
@@ -32,7 +37,8 @@ QUICK = [bug for bug in BUGS if bug.name in QUICK_NAMES]
 def test_bugs_have_names_of_their_own() -> None:
     """There are many, and a few of them die within seconds."""
     assert len(BUGS) >= 80
-    assert len({bug.name for bug in BUGS}) == len(BUGS)
+    every = [*BUGS, *(bug for bug, _ in BEYOND)]
+    assert len({bug.name for bug in every}) == len(every)
     assert len(QUICK) == len(QUICK_NAMES)
 
 
@@ -51,6 +57,24 @@ def test_bugs_are_found(bug: Mutant) -> None:
     kill = hunt(bug, range(100))
     assert kill is not None
     assert not simulate(kill.seed).violations
+
+
+@pytest.mark.parametrize(("bug", "test"), BEYOND, ids=[bug.name for bug, _ in BEYOND])
+def test_bugs_that_no_world_shows_are_found_by_a_test(bug: Mutant, test: Callable[[], object]) -> None:
+    """The test passes without the bug."""
+    test()
+    with bug.planted(), pytest.raises((AssertionError, DisaggKVError, pytest.fail.Exception)):
+        test()
+
+
+def test_a_function_is_replaced_wherever_it_is_imported() -> None:
+    """Those who imported it by its name call the bug too, and the original after that."""
+    bug = next(bug for bug in BUGS if bug.where == "protocol.page_runs:with_pages")
+    before = page_runs.with_pages
+    assert vars(early)["with_pages"] is before
+    with bug.planted():
+        assert vars(early)["with_pages"] is page_runs.with_pages is not before
+    assert vars(early)["with_pages"] is page_runs.with_pages is before
 
 
 def test_a_bug_that_is_none_survives() -> None:
@@ -77,6 +101,7 @@ def test_the_figure_of_merit_is_of_all_that_was_spent() -> None:
     assert (tally.killed, tally.killed_per_cpu_minute) == (2, 0.5)
     record = json.loads(json.dumps(tally.record()))
     assert [bug["seed"] for bug in record["bugs"]] == [6, None, 6]
+    assert json.loads(json.dumps(tally.record("c" * 40)))["machine"]["commit"] == "c" * 40
     shown = mutants(record).splitlines()
     assert shown[0] == "**0.5 planted bugs found per CPU minute**: 2 of 3 in 240 CPU seconds."
     assert [line.split(" | ")[1:] for line in shown[4:]] == [

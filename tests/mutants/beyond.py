@@ -1,0 +1,48 @@
+"""Bugs that no simulated world shows, as no honest peer and no time of a world reaches them: a test finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from disagg_kv.protocol.frames import WireTable
+from tests.unit.endpoints import test_early as early
+from tests.unit.protocol import test_page_runs as runs
+
+from .bugs import EARLY, TABLES
+from .planting import Mutant
+
+ARRIVALS = EARLY + "EarlyArrivals."
+
+
+def _refused(table: WireTable, why: str) -> Callable[[], object]:
+    return partial(runs.test_a_page_table_that_cannot_be_is_the_peers_error, (table,), why)
+
+
+BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
+    (Mutant("a part of page tables of an earlier generation is taken",
+            ARRIVALS + "put", "found.expect.generation != part.generation or ", ""),
+     early.test_parts_belong_to_one_generation),
+    (Mutant("what came of the page tables of an earlier expectation is kept",
+            ARRIVALS + "add", "if before is not None and before.expect == expect:", "if before is not None:"),
+     early.test_what_came_for_another_expectation_is_dropped),
+    (Mutant("what is forgotten after its time keeps its place",
+            ARRIVALS + "expire", "self._pop(*key)", "self._waiting.pop(key)"),
+     early.test_open_rooms_wait_for_their_tables_whatever_is_parked),
+    (Mutant("what a lost peer awaited in an open room keeps its place",
+            ARRIVALS + "_count", "self._opened_pages += pages", "self._opened_pages += max(0, pages)"),
+     early.test_open_rooms_wait_for_their_tables_whatever_is_parked),
+    (Mutant("runs that name fewer pages than announced are taken",
+            TABLES + "_unfolded", "int(lengths.sum()) != table.count", "int(lengths.sum()) > table.count"),
+     _refused(runs.runs((0, 9), count=10), "runs of 9 pages, of which none may be empty, for 10")),
+    (Mutant("page tables with fewer bytes than announced are taken",
+            TABLES + "check_tables", "if len(table.pages) != (size", "if len(table.pages) > (size"),
+     _refused(WireTable("all", 0, 2, 0, bytes(4)), "'all': 4 bytes of 8")),
+    (Mutant("a page that comes again is taken for a run",
+            TABLES + "_runs_of", "np.where(again, -lengths, lengths)", "lengths"),
+     partial(runs.test_page_tables_come_back_as_they_went_in_the_shorter_form, (9, 9, 9, 9, 4, 5, 6), 2, 16)),
+    (Mutant("the last run may overlap the first",
+            TABLES + "_unfolded", "np.maximum.accumulate(ends_there)[:-1]", "ends_there[:-1]"),
+     runs.test_a_run_may_not_lie_in_one_that_is_not_its_neighbour),
+)  # fmt: skip
+"""Each with the test that finds it, which needs no fixture."""
