@@ -101,7 +101,7 @@ def in_parts(by_triton: bool, scene: Scene, clock: Clock) -> Callable[[], None]:
     part = "Triton's launcher" if by_triton else "the driver's call"
 
     def launch() -> None:
-        call = launcher._write(context, scene.moves, context.slots.spare)
+        call = launcher._write(context, scene.moves, context.slots.spare, ())
         assert call is not None
         context.slots.prepared(1)
         after = scene.ready()

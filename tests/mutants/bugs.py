@@ -97,7 +97,9 @@ BUGS: Sequence[Mutant] = (
            "self.transfers.add(room, effect)\n"
            "                bell = room.machine.flows[effect.to].bell(effect.segment)\n"
            "                if bell is not None:\n"
-           "                    self._ring(room, bell)"),
+           "                    room.ring(bell)"),
+    Mutant("the value of a bell is stored before the copy",
+           "endpoints.prefill.room:PrefillRoom.arm_bell", "try:", "self.ring(effect)\n    try:"),
     Mutant("the value of a bell is not compared",
            BELLS + "BellWatch._listen", "line.slot, line.value)", "line.slot, self._words[line.slot * 8] or -1)"),
     Mutant("one bell counts for every writer of its segment",

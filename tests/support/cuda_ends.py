@@ -9,7 +9,8 @@ import torch
 from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import KERNELS, PageMove, Pages
-from disagg_kv.memory import U8, Buffer, PagedPool
+from disagg_kv.kernels.cuda_queue import CudaQueue
+from disagg_kv.memory import U8, Bell, Buffer, PagedPool
 from disagg_kv.planning import PageCopy
 from disagg_kv.testing.ends import HostMemory
 from disagg_kv.transports import Transport, between_processes
@@ -62,6 +63,14 @@ class CudaMemory:
             return CudaMemory().read(Buffer(taken.data_ptr(), buffer.nbytes, buffer.device, taken))
         found: U8 = _tensor(buffer).cpu().numpy()
         return found
+
+    def ring(self, bell: Bell) -> None:
+        """See :meth:`Memory.ring`; by a stream."""
+        queue = CudaQueue(torch.device(device()).index)
+        with queue:
+            stream = torch.cuda.Stream(device())
+            queue.store(stream.cuda_stream, bell.addr, bell.value)
+        stream.synchronize()
 
 
 def _run(source: Buffer, target: Buffer) -> None:

@@ -19,7 +19,8 @@ from attrs import frozen
 
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import I64
-from disagg_kv.memory import U8, Buffer
+from disagg_kv.memory import U8, Bell, Buffer
+from disagg_kv.memory.bell import ring
 from disagg_kv.transports import Transport
 from disagg_kv.transports.cuda_api import Gpu, Mark, Stream
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
@@ -56,7 +57,8 @@ class FakeCuda:
 
     ``broken`` names calls that fail; ``piecewise`` makes all memory such that cannot be exported; ``fired`` are the
     events that have happened; ``stuck`` keeps copies from being made. ``seen`` are the GPUs; ``apart`` are pairs of
-    them, by number, without peer access. ``opened_by`` are the devices for which memory was opened.
+    them, by number, without peer access. ``opened_by`` are the devices for which memory was opened, ``shared`` is host
+    memory in which streams may store: they find it where the host does.
     """
 
     def __init__(self) -> None:
@@ -68,6 +70,7 @@ class FakeCuda:
         self.apart: set[tuple[int, int]] = set()
         self.opened: dict[int, mmap.mmap] = {}
         self.opened_by: list[int] = []
+        self.shared: dict[int, int] = {}
         self.streams: dict[Stream, deque[int | _Copies]] = {}
         self._marks: dict[Mark, Stream] = {}
         self._numbers = count(1)
@@ -117,6 +120,16 @@ class FakeCuda:
     def close(self, device: int, addr: int) -> None:
         self._check("close")
         del self.opened[addr]
+
+    def share(self, device: int, addr: int, nbytes: int) -> int:
+        self._check("share")
+        assert addr not in self.shared, "the driver refuses memory that is registered already"
+        self.shared[addr] = nbytes
+        return addr
+
+    def unshare(self, device: int, addr: int) -> None:
+        self._check("unshare")
+        del self.shared[addr]
 
     def stream(self, device: int) -> Stream:
         made = Stream(next(self._numbers))
@@ -169,6 +182,9 @@ class FakeCudaMemory:
 
     def read(self, buffer: Buffer) -> U8:
         return np.frombuffer(ctypes.string_at(buffer.addr, buffer.nbytes), np.uint8)
+
+    def ring(self, bell: Bell) -> None:
+        ring([bell])
 
 
 def fake_cuda_ipc() -> CudaIpcTransport:

@@ -44,7 +44,7 @@ from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Ticket
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.kernels.tensors import plane_of
-from disagg_kv.memory import U8, Event
+from disagg_kv.memory import U8, Bell, Event
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import (
@@ -246,7 +246,9 @@ class _Copies(CpuKernels):
         """No event is left to these copies."""
         return False
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:  # type: ignore[override]
+    def copy(  # type: ignore[override]
+        self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()
+    ) -> Event | None:
         """Begin."""
         self.held.append(_Copying(self, moves))
         self.held[-1].start()

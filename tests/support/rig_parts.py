@@ -10,7 +10,7 @@ from attrs import evolve
 from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.kernels import Checksums, Kernels, Move, PageMove, kernels_for
-from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
+from disagg_kv.memory import Bell, Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
 from disagg_kv.protocol.frames import Codec, Decision, Vote
@@ -56,10 +56,10 @@ class CountingKernels:
         self.scatters.append(len(moves))
         return self._done(self._inner.scatter(pool, moves, staging))
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
         """Count and pass on."""
         self.copies.append(len(moves))
-        return self._done(self._inner.copy(moves, after))
+        return self._done(self._inner.copy(moves, after, bells))
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Count and pass on."""

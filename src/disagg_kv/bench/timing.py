@@ -13,7 +13,7 @@ from ..channels import Arrived, News, UnixChannel
 from ..geometry import CONVERSION_NAMES
 from ..ids import RoomId
 from ..kernels import Checksums, Move, PageMove, kernels_for
-from ..memory import Buffer, Event, MemoryPool
+from ..memory import Bell, Buffer, Event, MemoryPool
 from ..protocol import Codec
 from ..protocol.frames import Box, Grant, StagingRequest
 
@@ -54,7 +54,7 @@ class Still:
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Nothing."""
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None) -> None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
         """Nothing."""
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from ..geometry import PageTable
 from ..ids import GroupId
-from ..memory import Buffer, Event, MemoryPool, PagedMemory
+from ..memory import Bell, Buffer, Event, MemoryPool, PagedMemory
 from ..planning import PageCopy, StagedLayout
 
 
@@ -87,12 +87,19 @@ class Kernels(Protocol):
         """Copy staging into pages: all moves in one launch. None: it is done already."""
         ...
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
         """Copy pages into pages: all moves, to any number of pools, in one launch, after ``after``.
 
         All pools lie on one device, as this process sees them. None: it is done already, and other processes see the
-        bytes. Otherwise both hold once the event has happened. The caller keeps the pools until then: they keep the
-        memory mapped. Called on the endpoint's thread and on the engine's, also by both at a time.
+        bytes. Otherwise both hold once the event has happened. The caller keeps the pools and the bells until then:
+        they keep the memory mapped. Called on the endpoint's thread and on the engine's, also by both at a time.
+
+        Args:
+            moves: what is copied.
+            after: what it comes after.
+            bells: rung where the device does it without a thread: behind all moves, and before the event of the end.
+                Otherwise they are left to the caller, who rings them again in any case. A call that raises an error
+                that may be retried has rung none.
         """
         ...
 
@@ -193,7 +200,7 @@ class SupportsPreparing(Protocol):
 class SupportsArming(Protocol):
     """Kernels whose copies cost the engine's thread less once they are prepared on the endpoint's."""
 
-    def prepare_copy(self, moves: Sequence[PageMove]) -> PreparedCopy | None:
+    def prepare_copy(self, moves: Sequence[PageMove], bells: Sequence[Bell] = ()) -> PreparedCopy | None:
         """Prepare ``copy`` of these moves, while the rows may still change; neither waits nor allocates.
 
         None: as for :meth:`SupportsPreparing.prepare_scatter`. Raises the errors of ``copy``.

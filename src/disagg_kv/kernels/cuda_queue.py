@@ -19,6 +19,7 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _ARGUMENTS = {
     "cuMemcpyHtoDAsync_v2": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p),
     "cuStreamWaitEvent": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuStreamWriteValue64_v2": (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint),
     "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
     "cuEventQuery": (ctypes.c_void_p,),
     "cuEventSynchronize": (ctypes.c_void_p,),
@@ -100,6 +101,11 @@ class CudaQueue:
     def wait(self, stream: int, event: int) -> None:
         """Make later work begin after an event (``CUevent``), as it was last recorded."""
         self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def store(self, stream: int, addr: int, value: int) -> None:
+        """Enqueue a store of 8 bytes. With it, all that the stream did before is visible to other processes."""
+        # By default (flags 0) a memory barrier of the whole system precedes the store.
+        self._call("cuStreamWriteValue64_v2", stream, addr, value, 0)
 
     def record(self, stream: int) -> Mark:
         """An event at the end of the work enqueued so far."""

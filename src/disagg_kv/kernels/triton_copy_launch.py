@@ -13,7 +13,8 @@ import torch
 
 from ..errors import RegistrationError
 from ..geometry import PageTable
-from ..memory import Event, PagedMemory
+from ..memory import Bell, Event, PagedMemory
+from ..memory.bell import ring
 from ..planning import PageCopy, StagedLayout
 from .base import PageMove, Pages
 from .cuda_queue import Mark
@@ -43,8 +44,12 @@ class CopyLauncher(Host):
         self._words: WeakKeyDictionary[PagedMemory, PoolWords] = WeakKeyDictionary()
         self._finding = threading.Lock()
 
-    def __call__(self, moves: Sequence[PageMove], after: Event | None = None) -> Mark | None:
+    def __call__(
+        self, moves: Sequence[PageMove], after: Event | None = None, bells: Sequence[Bell] = ()
+    ) -> Mark | None:
         """Enqueue one launch for all ``moves`` behind ``after`` and return the event of its end; None: done already.
+
+        The stream rings the bells behind it.
 
         Does not wait, unless ``after`` is no CUDA event and has not happened. An error means that nothing is read or
         written any more.
@@ -58,18 +63,19 @@ class CopyLauncher(Host):
             return None
         if device == "cpu":
             self._interpreter.copy(moves, self._programs or INTERPRETED_PROGRAMS, after)
+            ring(bells)
             return None
         context = self._context(device)
-        call = self._write(context, moves, context.slots.take)
+        call = self._write(context, moves, context.slots.take, bells)
         return None if call is None else self._enqueue(call, after)
 
-    def prepare(self, moves: Sequence[PageMove]) -> PreparedCopyLaunch | None:
+    def prepare(self, moves: Sequence[PageMove], bells: Sequence[Bell] = ()) -> PreparedCopyLaunch | None:
         """The same call up to its launch, compiled; see :class:`.base.SupportsArming`."""
         device = self._device_of(moves)
         if device is None or device == "cpu":
             return None
         context = self._context(device)
-        call = self._write(context, moves, context.slots.spare) if context.slots.may_prepare else None
+        call = self._write(context, moves, context.slots.spare, bells) if context.slots.may_prepare else None
         if call is None:
             return None
         with torch.cuda.device(device):
@@ -114,7 +120,11 @@ class CopyLauncher(Host):
         return None
 
     def _write(
-        self, context: LaunchContext, moves: Sequence[PageMove], take: Callable[[int], ArgumentSlot | None]
+        self,
+        context: LaunchContext,
+        moves: Sequence[PageMove],
+        take: Callable[[int], ArgumentSlot | None],
+        bells: Sequence[Bell],
     ) -> Written | None:
         """A call's table in a slot; None: there is nothing to do, or no slot."""
         stream = context.stream()
@@ -130,7 +140,7 @@ class CopyLauncher(Host):
         programs, counts = min(call.total, bound), (call.shape.tiles, call.total)
         full = programs == bound
         return Written(
-            context, stream, slot, call.words, call.entries, (slot.device,), counts, programs, call.shape, full
+            context, stream, slot, call.words, call.entries, (slot.device,), counts, programs, call.shape, full, bells
         )
 
     def _pool_words(self, context: LaunchContext, pool: PagedMemory, stream: torch.cuda.Stream) -> PoolWords:

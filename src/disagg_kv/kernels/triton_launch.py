@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve
 
 from ..errors import DisaggKVError, LocalProtocolError, RegistrationError
-from ..memory import Buffer, Event, MemoryPool, parts
+from ..memory import Bell, Buffer, Event, MemoryPool, parts
 from .base import Move
 from .cuda_queue import CudaQueue, Mark
 from .triton_entry import Entry, entry_of
@@ -70,6 +70,7 @@ class Written:
         tables, counts: the kernel's arguments before the constants.
         programs, shape: how the launch is cut.
         fills: whether it keeps busy all that such launches may take of the GPU.
+        bells: rung behind it.
         uploaded: whether the words are on their way.
     """
 
@@ -83,6 +84,7 @@ class Written:
     programs: int
     shape: Shape
     fills: bool
+    bells: Sequence[Bell] = ()
     uploaded: bool = False
 
     def shift(self, base: int) -> None:
@@ -176,7 +178,7 @@ class Host:
             if entry is not None and programs:
                 entry(queue, on, programs, [one.data_ptr() for one in call.tables], call.counts, rest)
             if entry is not None or not programs:
-                mark = queue.record(on)
+                mark = _end(queue, on, call.bells)
                 if full:
                     context.before = awaited, mark
                 return mark
@@ -184,7 +186,7 @@ class Host:
         with COMPILING, torch.cuda.stream(call.stream):
             launched = self._kernel[(programs,)](*call.tables, *call.counts, *rest, num_warps=self._tuning.warps)
         with queue:
-            mark = queue.record(on)
+            mark = _end(queue, on, call.bells)
             context.entries[constants] = entry_of(check_launcher(launched), queue, len(call.tables), len(call.counts))
             return mark
 
@@ -346,6 +348,13 @@ class PreparedLaunch:
         if not self._over:
             self._over = True
             self._give_up()
+
+
+def _end(queue: CudaQueue, stream: int, bells: Sequence[Bell]) -> Mark:
+    """Ring bells behind all that a stream has, then record the event of the end."""
+    for bell in bells:
+        queue.store(stream, bell.addr, bell.value)
+    return queue.record(stream)
 
 
 def behind(queue: CudaQueue, stream: int, after: Event | None) -> tuple[int, ...]:

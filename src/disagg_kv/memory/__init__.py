@@ -1,6 +1,7 @@
 """Pools, buffers and planes."""
 
 from .base import Buffer, Event, MappedPool, Mark, MemoryPool, PagedMemory
+from .bell import Bell
 from .converted import ConvertedPool
 from .devices import spread
 from .events import All, CudaEvent, parts
@@ -11,6 +12,7 @@ from .soundness import check_memory
 __all__ = [
     "U8",
     "All",
+    "Bell",
     "Buffer",
     "ConvertedPool",
     "CudaEvent",

@@ -17,7 +17,8 @@ from attrs import frozen
 
 from ..errors import DisaggKVError
 from ..ids import Peer, RegionId, Ticket
-from ..memory import U8, Buffer, bytes_of
+from ..memory import U8, Bell, Buffer, bytes_of
+from ..memory.bell import ring
 from ..planning import Writes
 from ..transports import PeerEvent, Settled, SupportsAllocate, SupportsBells, Transport, WriteEnded
 from ..transports.bells import words_of
@@ -40,6 +41,10 @@ class Memory(Protocol):
         """A copy of the whole buffer."""
         ...
 
+    def ring(self, bell: Bell) -> None:
+        """Store a bell's word, as kernels of the memory's device do."""
+        ...
+
 
 class HostMemory:
     """CPU memory: the transport's own where it gives some, else NumPy's."""
@@ -57,6 +62,10 @@ class HostMemory:
     def read(self, buffer: Buffer) -> U8:
         """See :meth:`Memory.read`."""
         return bytes_of(buffer).copy()
+
+    def ring(self, bell: Bell) -> None:
+        """See :meth:`Memory.ring`."""
+        ring([bell])
 
 
 def plain(array: U8) -> Buffer:

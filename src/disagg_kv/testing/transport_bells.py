@@ -52,12 +52,36 @@ class BellCases(TransportCases):
             bells.ring(3, value, (0, value, 0, 1))
         assert heard(pair.target.words(), 3, 9) == (0, 9, 0, 1)
 
+    def test_a_device_rings_by_the_word_alone(self, pair: Pair) -> None:
+        """The record is there before, and is no bell. Rung again by the process, it is the same bell."""
+        bells, device, record = self.opened(pair), pair.source.buffer(pair.local).device, (0, 4, 1, 2)
+        for slot, value in ((0, 5), (SLOTS - 1, 6)):
+            bell = bells.arm(slot, value, record, device)
+            assert bell is not None, f"kernels of {device} ring no bells"
+            assert heard(pair.target.words(), slot, value) is None
+            self.memory().ring(bell)
+            assert heard(pair.target.words(), slot, value) == record
+            bells.ring(slot, value, record)
+            assert heard(pair.target.words(), slot, value) == record
+        assert bells.arm(0, 4, record, device) is None, "the slot has a later bell"
+        assert bells.arm(0, 7, record, "another device") is None
+        assert heard(pair.target.words(), 0, 5) == record
+
+    def test_a_board_opened_anew_keeps_what_was_stored(self, pair: Pair) -> None:
+        """As after a connection that was lost: earlier values do not take the slot back."""
+        ringing, board = self.ringing(pair), pair.target.board(NBYTES)
+        ringing.open_bells(pair.peer, board).ring(3, 9, (0, 9, 0, 1))
+        ringing.open_bells(pair.peer, board).ring(3, 8, (0, 1, 0, 1))
+        assert heard(pair.target.words(), 3, 9) == (0, 9, 0, 1)
+
     def test_a_slot_outside_the_board_is_refused(self, pair: Pair) -> None:
         """Before anything is stored."""
         bells = self.opened(pair)
         for slot in (-1, SLOTS, 1 << 40):
             with pytest.raises(TransportError):
                 bells.ring(slot, 1, (0, 1, 0, 1))
+            with pytest.raises(TransportError):
+                bells.arm(slot, 1, (0, 1, 0, 1), pair.source.buffer(pair.local).device)
         assert not any(pair.target.words())
 
     def test_a_board_that_cannot_be_is_refused(self, pair: Pair) -> None:

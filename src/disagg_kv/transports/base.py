@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from attrs import frozen
 
 from ..ids import Peer, RegionId, Ticket
-from ..memory import Buffer, Event
+from ..memory import Bell, Buffer, Event
 from ..planning import Writes
 
 
@@ -222,13 +222,33 @@ class SupportsAllocate(Protocol):
 
 
 class Bells(Protocol):
-    """A peer's board of bells, as this process rings them. Any thread; nothing blocks.
+    """A peer's board of bells, as this process rings them. One thread makes all calls; nothing blocks.
 
     A bell shows the peer that bytes of ours are in its memory. See :mod:`disagg_kv.transports.bells`.
     """
 
     def ring(self, slot: int, value: int, record: tuple[int, int, int, int]) -> None:
         """Store a record, then the value. All that this process stored before is visible with the value.
+
+        Raises:
+            TransportError: the board has no such slot.
+        """
+        ...
+
+    def arm(self, slot: int, value: int, record: tuple[int, int, int, int], device: str) -> Bell | None:
+        """Store a record, so that the word alone is the bell, and return that for kernels of ``device``.
+
+        Whatever becomes of it, :meth:`ring` may ring the same value later. The board stays mapped while the returned
+        value is referenced.
+
+        Args:
+            slot: where it rings.
+            value: what rings.
+            record: what has landed then.
+            device: of the kernels, as in :attr:`Buffer.device`.
+
+        Returns:
+            None if kernels of such a device cannot store there, or if the slot has a later bell.
 
         Raises:
             TransportError: the board has no such slot.

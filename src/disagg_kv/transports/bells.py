@@ -14,16 +14,19 @@ if the whole word is equal. Values come from a counter of the reader and are nev
 late word of an earlier use, is no bell. A writer never puts a record over that of a higher value, so a record that a
 reader awaits does not change under it. A late word may hide a later one: that bell is lost, and its frame follows.
 
+A device rings by the word alone. Its process stores the record when it plans the copy, and the device's stream stores
+the value behind the copied bytes. The process may ring the same value again later.
+
 Nothing waits for a word: neither a thread nor a stream of a GPU.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from ..errors import TransportError
-from ..memory import Buffer, bytes_of
+from ..memory import Bell, Buffer, bytes_of
+from ..memory.bell import fence
 
 SLOT_WORDS = 8
 """Words of a slot: one cache line."""
@@ -41,13 +44,11 @@ def words_of(buffer: Buffer) -> memoryview:
 
 
 class HostBells:
-    """A peer's board, to which this process stores; satisfies :class:`~disagg_kv.transports.Bells`. Any thread."""
+    """A peer's board, to which this process stores; satisfies :class:`~disagg_kv.transports.Bells`. One thread."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self._words = words_of(buffer)
-        self._latest: dict[int, int] = {}
-        self._order = threading.Lock()
 
     def note(self, slot: int, value: int, record: Record) -> bool:
         """Store a record; False: the slot has that of a higher value.
@@ -57,31 +58,31 @@ class HostBells:
         """
         if not 0 <= slot < len(self._words) // SLOT_WORDS:
             raise TransportError(f"slot {slot} of a board of {len(self._words) // SLOT_WORDS} bells")
-        latest = self._latest.get(slot, 0)
-        if value < latest:
-            return False
+        at = slot * SLOT_WORDS + 1
+        # The board itself knows what was stored last, also by an earlier connection of this process to its owner.
+        latest = self._words[at + len(record)]
         if value > latest:
-            self._latest[slot] = value
-            at = slot * SLOT_WORDS + 1
             for word in (*record, value):
                 self._words[at] = word
                 at += 1
-        return True
+        return value >= latest
 
     def ring(self, slot: int, value: int, record: Record) -> None:
         """See :meth:`~disagg_kv.transports.Bells.ring`."""
         if self.note(slot, value, record):
-            self._fence()
+            fence()
             self._words[slot * SLOT_WORDS] = value
 
-    def _fence(self) -> None:
-        """What this thread has stored is visible before what it stores next.
+    def arm(self, slot: int, value: int, record: Record, device: str) -> Bell | None:
+        """See :meth:`~disagg_kv.transports.Bells.arm`."""
+        base = self.base(device)
+        if base is None or not self.note(slot, value, record):
+            return None
+        return Bell(base + slot * SLOT_WORDS * WORD, value, self)
 
-        A lock is released, then acquired again. That orders stores on every processor; on x86-64 they are in order.
-        """
-        for _ in range(2):
-            with self._order:
-                pass
+    def base(self, device: str) -> int | None:
+        """The board's address for whatever runs on a device; None: it cannot store there."""
+        return self.buffer.addr if device == "cpu" else None
 
 
 def heard(words: Sequence[int], slot: int, value: int) -> Record | None:

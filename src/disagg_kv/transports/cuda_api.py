@@ -36,7 +36,7 @@ class Cuda(Protocol):
     """The driver. Addresses are those of this process; devices are numbered as in ``Buffer.device``. Any thread.
 
     Every method raises a :class:`~disagg_kv.errors.TransportError` that names the call and the driver's own word.
-    None but ``open`` and ``close`` may wait for a GPU.
+    None but ``open``, ``close``, ``share`` and ``unshare`` may wait for a GPU.
     """
 
     def gpus(self) -> Sequence[Gpu]:
@@ -68,6 +68,14 @@ class Cuda(Protocol):
 
     def close(self, device: int, addr: int) -> None:
         """Undo one :meth:`open`; no copy may use the mapping any more."""
+        ...
+
+    def share(self, device: int, addr: int, nbytes: int) -> int:
+        """Let streams of all devices store words in host memory; its address as those of ``device`` see it."""
+        ...
+
+    def unshare(self, device: int, addr: int) -> None:
+        """Undo one :meth:`share`; no stream may store there any more."""
         ...
 
     def stream(self, device: int) -> Stream:

@@ -25,6 +25,8 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_STORES_WORDS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+_EVERY_CONTEXT, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 
 _Pointer = ctypes.c_uint64
 
@@ -209,6 +211,27 @@ class Driver:
         """See :meth:`Cuda.close`."""
         with self.current(device):
             self.call("cuIpcCloseMemHandle", _Pointer(addr))
+
+    def share(self, device: int, addr: int, nbytes: int) -> int:
+        """See :meth:`Cuda.share`."""
+        able, found = ctypes.c_int(), _Pointer()
+        self.call("cuDeviceGetAttribute", ctypes.byref(able), ctypes.c_int(_STORES_WORDS), self._ordinal(device))
+        if not able.value:
+            raise TransportError(f"cuda: streams of GPU {device} store no words of 8 bytes (cuStreamWriteValue64)")
+        flags, host = ctypes.c_uint(_EVERY_CONTEXT | _MAPPED), ctypes.c_void_p(addr)
+        with self.current(device):
+            self.call("cuMemHostRegister_v2", host, ctypes.c_size_t(nbytes), flags)
+            try:
+                self.call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host, ctypes.c_uint(0))
+            except TransportError:
+                self.call("cuMemHostUnregister", host)
+                raise
+        return found.value
+
+    def unshare(self, device: int, addr: int) -> None:
+        """See :meth:`Cuda.unshare`."""
+        with self.current(device):
+            self.call("cuMemHostUnregister", ctypes.c_void_p(addr))
 
     def stream(self, device: int) -> Stream:
         """See :meth:`Cuda.stream`."""

@@ -33,11 +33,13 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
 from .base import Capabilities, PeerEvent, Settled, WriteEnded
+from .bells import HostBells
 from .connected import Connected
 from .cuda_api import Cuda, Gpu, Mark, Stream
 from .cuda_driver import driver as this_driver
-from .cuda_memory import OWNER, Opened, Owner, unreachable
+from .cuda_memory import OWNER, CudaBells, Opened, Owner, index, unreachable
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .memfd import new_board, open_board
 from .process import Exits, Home, Process, Watch, namespace
 from .regions import Extents, RegionTable
 from .waiting import happened, not_posted
@@ -158,6 +160,7 @@ class CudaIpcTransport:
         self._flying: dict[_Remote, None] = {}
         self._leaving: list[_Remote] = []
         self._tickets = count(1)
+        self._boards = count(1)
         self._unquiet: set[Ticket] = set()
         self._events: list[WriteEnded | Settled | PeerEvent] = []
         self._closed = False
@@ -189,12 +192,12 @@ class CudaIpcTransport:
 
     def _gpu(self, buffer: Buffer) -> Gpu:
         try:
-            return self._cuda.gpus()[_index(buffer.device)]
+            return self._cuda.gpus()[index(buffer.device)]
         except (TransportError, IndexError) as error:
             raise RegistrationError(f"{_said(buffer)}: this process sees no such GPU: {error}") from error
 
     def _export(self, buffer: Buffer) -> _Place:
-        device = _index(buffer.device)
+        device = index(buffer.device)
         try:
             base, nbytes = self._cuda.segment(device, buffer.addr)
             shareable = self._cuda.shareable(device, buffer.addr)
@@ -271,7 +274,7 @@ class CudaIpcTransport:
         if self._device is None:
             return None
         if remote.stream is None:
-            remote.device = _index(self._device)
+            remote.device = index(self._device)
             remote.stream = self._cuda.stream(remote.device)
         found = [(region, self._open(remote, remote.device, region, places[region.id])) for region in regions]
         where = [(region.id, addr, region.nbytes) for region, (addr, _) in found]
@@ -330,8 +333,26 @@ class CudaIpcTransport:
             named = next((one for one in remote.regions if one.id == region), None)
             if named is None:  # another thread has taken a later descriptor since
                 raise RegistrationError(f"cuda_ipc: peer {peer.hex()[:8]}'s region {region} is not registered any more")
-            addr, opened = self._open(remote, _index(device), named, remote.places[region])
+            addr, opened = self._open(remote, index(device), named, remote.places[region])
         return Buffer(addr, named.nbytes, device, opened)
+
+    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsBells.bell_board`; host memory, in a file of its own."""
+        self._check_open()
+        return new_board(self._me, next(self._boards), nbytes)
+
+    def open_bells(self, peer: Peer, board: bytes) -> HostBells:
+        """See :meth:`SupportsBells.open_bells`; streams of the device of our regions ring, too, if the driver can."""
+        self._check_open()
+        if self._peers.get(peer) is None:
+            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        memory = open_board(peer, board)
+        if self._device is not None:
+            try:
+                return CudaBells(self._cuda, self._device, memory, peer.hex())
+            except TransportError as error:
+                log.warning("cuda_ipc: peer %s: its bells are rung by a thread: %s", peer.hex(), error)
+        return HostBells(memory)
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`; what is mapped is given back once nothing is on its way to it."""
@@ -499,10 +520,6 @@ class CudaIpcTransport:
         self._home.check()
         if self._closed:
             raise TransportError("cuda_ipc: the transport is closed")
-
-
-def _index(device: str) -> int:
-    return int(device.partition(":")[2] or 0)
 
 
 def _said(buffer: Buffer) -> str:

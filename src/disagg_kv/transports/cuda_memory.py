@@ -1,15 +1,19 @@
-"""Memory of another process's GPU: whose it is, what reaches it, and how long it stays open here."""
+"""Memory of another process: whose it is, what reaches it, and how long it stays open here."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from weakref import finalize
 
 import msgspec
 from attrs import frozen
 
 from ..errors import TransportError
+from ..memory import Buffer
+from .bells import HostBells
 from .cuda_api import Cuda, Gpu
 from .process import Process
 
@@ -40,14 +44,35 @@ class Opened:
     def __init__(self, cuda: Cuda, device: int, handle: bytes, whose: str) -> None:
         self.addr = cuda.open(device, handle)
         # At the end of the process the driver closes it; a forked child must not.
-        finalize(self, _close, cuda, device, self.addr, whose, os.getpid()).atexit = False
+        finalize(self, _undo, partial(cuda.close, device, self.addr), whose, os.getpid()).atexit = False
 
 
-def _close(cuda: Cuda, device: int, addr: int, whose: str, pid: int) -> None:
+class CudaBells(HostBells):
+    """A peer's board, in which streams of one device may store, too. It is taken from them with the last reference."""
+
+    def __init__(self, cuda: Cuda, device: str, board: Buffer, whose: str) -> None:
+        super().__init__(board)
+        self._number = number = index(device)
+        self._there = cuda.share(number, board.addr, board.nbytes)
+        # The board is unmapped after that, with the arguments of this call.
+        finalize(self, _undo, partial(cuda.unshare, number, board.addr), whose, os.getpid(), board).atexit = False
+
+    def base(self, device: str) -> int | None:
+        """See :meth:`HostBells.base`."""
+        ours = device.startswith("cuda") and index(device) == self._number
+        return self._there if ours else super().base(device)
+
+
+def index(device: str) -> int:
+    """The number of a device, here."""
+    return int(device.partition(":")[2] or 0)
+
+
+def _undo(undo: Callable[[], None], whose: str, pid: int, *kept: object) -> None:
     if os.getpid() != pid:
         return
     try:
-        cuda.close(device, addr)
+        undo()
     except TransportError as error:
         # The context is broken, and every later write will raise that; this call has no ticket that could fail.
         log.warning("cuda_ipc: peer %s: %s", whose, error)

@@ -15,8 +15,8 @@ from disagg_kv.errors import TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import PageMove, PreparedCopy
-from disagg_kv.memory import Event, bytes_of, parts
-from disagg_kv.protocol import Phase
+from disagg_kv.memory import Bell, Event, bytes_of, parts
+from disagg_kv.protocol import Options, Phase
 from disagg_kv.strategies import LayerPipelined
 from tests.support.rig import KV, Decodes, PrefillOptions, Prefills, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
@@ -31,11 +31,12 @@ class Prepared:
 
     kernels: ArmingKernels
     moves: Sequence[PageMove]
+    bells: Sequence[Bell]
 
     def launch(self, after: Event | None) -> Event | None:
         self.kernels.ends.append("launched")
         self.kernels.at("begin")
-        event = self.kernels.copy(self.moves, after)
+        event = self.kernels.copy(self.moves, after, self.bells)
         self.kernels.at("end")
         return event
 
@@ -52,8 +53,8 @@ class ArmingKernels(DeviceKernels):
         self.ends: list[str] = []
         self.at: Callable[[str], None] = lambda where: None
 
-    def prepare_copy(self, moves: Sequence[PageMove]) -> PreparedCopy | None:
-        return Prepared(self, moves)
+    def prepare_copy(self, moves: Sequence[PageMove], bells: Sequence[Bell] = ()) -> PreparedCopy | None:
+        return Prepared(self, moves, bells)
 
     def may_launch(self) -> bool:
         self.at("due")
@@ -90,9 +91,14 @@ class Scene:
         return len(self.request.prefills[0].endpoint.inspect().transfers.copies.armed)
 
 
-def scene(schedule: LayerPipelined | None = None, decode_tp: int = 1, kernels: ArmingKernels | None = None) -> Scene:
+def scene(
+    schedule: LayerPipelined | None = None,
+    decode_tp: int = 1,
+    kernels: ArmingKernels | None = None,
+    options: Options | None = None,
+) -> Scene:
     """A room that decode awaits and prefill has open, with nothing announced yet."""
-    rig, kernels = Rig(SPEC), kernels or ArmingKernels()
+    rig, kernels = Rig(SPEC, options=options), kernels or ArmingKernels()
     more: PrefillOptions = {"strategy": "mapped", "kernels": kernels}
     if schedule is not None:
         more["schedule"] = schedule
@@ -271,7 +277,7 @@ def test_a_copy_that_cannot_be_prepared_fails_the_room() -> None:
 class Unpreparable(ArmingKernels):
     """Kernels that refuse a copy when it is prepared."""
 
-    def prepare_copy(self, moves: Sequence[PageMove]) -> PreparedCopy | None:
+    def prepare_copy(self, moves: Sequence[PageMove], bells: Sequence[Bell] = ()) -> PreparedCopy | None:
         raise OSError("too many pieces")
 
 

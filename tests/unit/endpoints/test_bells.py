@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import pytest
@@ -286,6 +287,74 @@ def test_blocks_stay_with_their_process_until_it_has_ended() -> None:
     assert board.issue([B]) == ()
     board.take_back(two)
     assert board.issue([B]) != (), "the process that had it is gone"
+
+
+def test_blocks_of_a_process_whose_link_was_dropped_are_for_others() -> None:
+    """Nothing shows the end of a process that has no link. Blocks that rooms use stay."""
+    board = BellBoard(new_buffer(2 * BLOCK_BYTES, "cpu"))
+    one, two = board.issue([A]), board.issue([A])
+    board.take_back(one)
+    board.parted(A)
+    (again,) = board.issue([B])
+    assert (again[0], again[2]) == (one[0][0], 1 + 2 * BLOCK)
+    assert board.issue([B]) == ()
+    board.take_back(two)
+    assert board.issue([A]) != ()
+    board.parted(B)
+    board.check_integrity([*two, again])
+
+
+def interrupted(request: Request, handler: Callable[[], None]) -> BellWatch:
+    """What decode's engine sees of a room; a signal handler interrupts its next look in the middle of it."""
+    (room,) = request.decodes[0].endpoint.inspect().rooms.values()
+    watch = room.watch
+    assert watch is not None
+    find, left = watch._inbound.find, [handler]
+
+    def finds(*args: Any) -> Any:
+        found = find(*args)
+        while left:
+            left.pop()()
+        return found
+
+    watch._inbound.find = finds  # type: ignore[method-assign, assignment]
+    return watch
+
+
+def test_a_look_inside_a_look_is_harmless() -> None:
+    """A signal handler may call ``poll``, and read phases."""
+    rig, request = scene()
+    endpoint, (handle,) = request.decodes[0].endpoint, request.receives
+    endpoint.poll()
+    request.send(4).send(9, 4)
+    turn_prefill(rig, request)
+    looked: list[object] = []
+    interrupted(request, lambda: looked.extend([endpoint.poll(), handle.phase]))
+    assert endpoint.poll() == [handle]
+    assert looked == [[], Phase.MOVING]
+    assert phase(request) is Phase.DONE
+    assert (handle.report.segments, handle.report.bells) == (2, True)
+    assert endpoint.poll() == []
+    request.finish()
+    settle(rig, request)
+
+
+def test_a_look_that_an_exception_cuts_off_leaves_the_end_to_the_frames() -> None:
+    """Such as that of an interrupt from the keyboard."""
+    rig, request = scene()
+    request.send(9)
+    turn_prefill(rig, request)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    interrupted(request, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        phase(request)
+    assert phase(request) is Phase.MOVING
+    request.finish()
+    settle(rig, request)
+    assert not request.receives[0].report.bells
 
 
 def test_a_record_does_not_change_under_its_reader() -> None:

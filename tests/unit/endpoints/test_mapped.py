@@ -16,7 +16,7 @@ from disagg_kv.errors import ConfigurationError, RegistrationError, TransportErr
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels, PageMove
-from disagg_kv.memory import Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool
+from disagg_kv.memory import Bell, Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool
 from disagg_kv.protocol import Phase
 from disagg_kv.testing import FaultyTransport, MappingFault, MappingPlan, faultless
 from disagg_kv.transports import InprocTransport, Transport, emulate
@@ -29,16 +29,17 @@ SPEC = CacheSpec.kv(2, 4, 8, "float16")
 class Copy:
     """A launched copy; also the event of its end."""
 
-    def __init__(self, moves: Sequence[PageMove], after: Event | None) -> None:
+    def __init__(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
         self.moves = moves
         self.after = after
+        self.bells = bells
         self.happened = False
         self.error: Exception | None = None
 
     def run(self) -> None:
         """The device gets there."""
         assert self.after is None or self.after.query(), "the rows are not final"
-        CpuKernels().copy(self.moves, None)
+        CpuKernels().copy(self.moves, None, self.bells)
         self.happened, self.error = True, None
 
     def query(self) -> bool:
@@ -74,10 +75,12 @@ class DeviceKernels(CpuKernels):
     def orders(self, event: Event) -> bool:
         return True
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:  # type: ignore[override]
+    def copy(  # type: ignore[override]
+        self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()
+    ) -> Event | None:
         if self.refuses:
             raise self.refuses.pop()
-        self.queued.append(Copy(moves, after))
+        self.queued.append(Copy(moves, after, bells))
         return self.queued[-1]
 
 

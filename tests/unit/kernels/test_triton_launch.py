@@ -16,7 +16,7 @@ from disagg_kv.kernels.triton_kernels import Compiled, check_launcher
 from disagg_kv.kernels.triton_launch import LaunchContext, Launcher, Written
 from disagg_kv.kernels.triton_slots import ArgumentSlot
 from disagg_kv.kernels.triton_tables import Shape
-from disagg_kv.memory import Event
+from disagg_kv.memory import Bell, Event
 
 
 class Queue:
@@ -25,6 +25,7 @@ class Queue:
     def __init__(self, broken: frozenset[str]) -> None:
         self.broken = broken
         self.recorded = 0
+        self.stored: list[tuple[int, int, int]] = []
 
     def __enter__(self) -> None:
         pass
@@ -37,6 +38,12 @@ class Queue:
     def upload(self, stream: int, target: int, source: int, nbytes: int) -> None:
         if "upload" in self.broken:
             raise DisaggKVError("cuda: upload")
+
+    def store(self, stream: int, addr: int, value: int) -> None:
+        assert not self.recorded, "a bell behind the event of the end"
+        if "store" in self.broken:
+            raise DisaggKVError("cuda: store")
+        self.stored.append((stream, addr, value))
 
     def record(self, stream: int) -> str:
         if "record" in self.broken:
@@ -123,6 +130,32 @@ def test_the_slot_of_a_launch_that_fails_comes_back(
         launcher._enqueue(call, after)
     assert [(one is slot, event) for one, event in context.slots.back] == [(True, event) for event in back]
     assert not np.any(slot.words)
+
+
+@pytest.mark.parametrize("broken", [(), ("store",)])
+def test_bells_follow_their_kernel_and_precede_its_end(broken: tuple[str, ...]) -> None:
+    """In its stream; where one cannot be stored, the launch has failed, and its slot comes back."""
+    queue: list[Queue] = []
+
+    def run(*args: object) -> None:
+        assert not queue[0].stored, "a bell before its kernel"
+
+    words = torch.zeros(16, dtype=torch.int64)
+    slot = ArgumentSlot(words, words.numpy(), words.data_ptr(), words.clone(), 0)
+    context = Context(frozenset(broken), run)
+    queue.append(context.queue)
+    stream = cast("torch.cuda.Stream", _Stream())
+    bells = [Bell(64, 5), Bell(128, 6)]
+    tables, shape = (slot.device,), Shape(16, 4, 4, 1)
+    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, tables, (1, 1), 1, shape, False, bells)
+    launcher = Launcher("gather")
+    if broken:
+        with pytest.raises(DisaggKVError, match="cuda: store"):
+            launcher._launch(call, None)
+        assert len(context.slots.back) == 1
+    else:
+        launcher._launch(call, None)
+        assert context.queue.stored == [(7, 64, 5), (7, 128, 6)]
 
 
 def _named(*names: str) -> Any:

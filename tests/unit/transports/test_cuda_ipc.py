@@ -16,10 +16,13 @@ import pytest
 from attrs import evolve
 
 from disagg_kv.errors import RegistrationError, RemoteProtocolError, TransportError
+from disagg_kv.ids import Peer
 from disagg_kv.memory import All, Buffer
+from disagg_kv.memory.bell import ring
 from disagg_kv.testing.ends import Child, End
 from disagg_kv.testing.pair import POISON, Pair, batch, noise, same
 from disagg_kv.transports import available, decode, default_transport, encode
+from disagg_kv.transports.bells import SLOT_WORDS, heard
 from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
 from tests.support.fake_cuda import Allocation, FakeCuda, FakeCudaMemory, fake_cuda_ipc
@@ -414,3 +417,63 @@ def test_what_cannot_be_opened_is_an_error_with_the_driver_s_word(pair: Pair, cu
         transport.map(pair.peer, pair.remote, "cuda:1")
     cuda.broken = set()
     assert transport.map(pair.peer, pair.remote, "cuda:1").nbytes == NBYTES
+
+
+def test_a_board_is_the_streams_while_a_bell_of_it_lives(pair: Pair, cuda: FakeCuda) -> None:
+    """Also after the peer was disconnected, and the transport closed; a forked child takes nothing back."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    bells = transport.open_bells(pair.peer, pair.target.board(4096))
+    bell = bells.arm(1, 5, (0, 1, 0, 1), "cuda:0")
+    assert bell is not None
+    assert list(cuda.shared.values()) == [4096]
+    assert bells.arm(1, 5, (0, 1, 0, 1), "cuda:1") is None
+    transport.disconnect(pair.peer)
+    pair.source.close(0.0)
+    kept = [bell]
+    del bells, bell
+    gc.collect()
+    assert len(cuda.shared) == 1
+    child = os.fork()
+    if not child:
+        kept.clear()
+        os._exit(len(cuda.shared))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    ring(kept)
+    assert pair.target.words()[SLOT_WORDS] == 5
+    kept.clear()
+    assert not cuda.shared
+
+
+def test_where_the_driver_refuses_the_board_a_thread_rings(
+    pair: Pair, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has the driver's word."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    board = pair.target.board(4096)
+    cuda.broken = {"share"}
+    with caplog.at_level(logging.WARNING, "disagg_kv"):
+        bells = transport.open_bells(pair.peer, board)
+    assert "its bells are rung by a thread: cuda: share: CUDA_ERROR_FAKE" in caplog.text
+    assert bells.arm(1, 5, (0, 1, 0, 1), "cuda:0") is None
+    bells.ring(1, 5, (0, 1, 0, 1))
+    assert heard(pair.target.words(), 1, 5) == (0, 1, 0, 1)
+    cuda.broken = {"unshare"}
+    del bells
+    transport.open_bells(pair.peer, board)
+    assert "unshare: CUDA_ERROR_FAKE" in caplog.text
+
+
+def test_a_transport_without_memory_of_its_own_rings_by_a_thread(child: Child, made: CudaIpcTransport) -> None:
+    """There is no device yet whose streams could."""
+    child.open()
+    peer = made.connect(child.descriptor(), TIMEOUT_S)
+    bells = made.open_bells(peer, child.board(4096))
+    assert bells.arm(0, 1, (0, 1, 0, 1), "cuda:0") is None
+    bells.ring(0, 1, (0, 1, 0, 1))
+    assert heard(child.words(), 0, 1) == (0, 1, 0, 1)
+    with pytest.raises(TransportError, match="no peer"):
+        made.open_bells(Peer(bytes(16)), child.board(4096))
+    made.close(0.0)
+    child.close(0.0)

@@ -20,7 +20,9 @@ Only a claim is shared: it can be taken once. So an event that fails the room co
 after it, and the engine never sees another outcome later. On the endpoint's thread a bell is the event
 :class:`~disagg_kv.protocol.Rang`, whose transition is that of ``ChunkReady``.
 
-Blocks of slots stay with the process that they were named to: another one gets them once that process has ended.
+Blocks of slots stay with the process that they were named to. Another one gets them once that process has ended, or
+once its link was dropped: then all its rooms are forgotten, each on evidence that nothing of it is written any more. A
+word of it that is rung once more hides the bell of another process at worst, and the frame of that follows.
 """
 
 from __future__ import annotations
@@ -89,6 +91,10 @@ class BellBoard:
         self._gone.add(epoch)
         self._forget(epoch)
 
+    def parted(self, epoch: Epoch) -> None:
+        """The link to a process was dropped, which no room uses: blocks that are not used are for others, too."""
+        self._free += self._of.pop(epoch, ())
+
     def _forget(self, epoch: Epoch) -> None:
         if epoch in self._gone and epoch not in self._used.values():
             self._gone.discard(epoch)
@@ -149,7 +155,7 @@ class BellWatch:
         self._lines = [_Line(Rank(i), epoch, *bell) for i, (epoch, bell) in enumerate(zip(writers, bells, strict=True))]
         self._inbound = InboundSegments()
         self._claim: _Claim | None = None
-        self._void = self._all = False
+        self._void = self._all = self._looking = False
         self.heard: list[Rang] = []
 
     # Endpoint's thread.
@@ -168,9 +174,16 @@ class BellWatch:
     def complete(self) -> bool:
         """Look at the words: True once, when all awaited rows have landed and no event of the room comes first."""
         claim = self._claim
-        if claim is None or self._void or not self._listen():
+        if claim is None or self._void or self._looking:  # a signal handler has interrupted a look, and takes none
             return False
-        return claim.take()
+        self._looking = True
+        try:
+            return self._listen() and claim.take()
+        except BaseException:
+            self._void = True  # what a handler's exception has cut off is left to the frames
+            raise
+        finally:
+            self._looking = False
 
     @property
     def placed(self) -> tuple[int, int]:

@@ -67,6 +67,11 @@ class RoomBells:
         if self._board is not None:
             self._board.gone(epoch)
 
+    def parted(self, epoch: Epoch) -> None:
+        """The link to a process was dropped."""
+        if self._board is not None:
+            self._board.parted(epoch)
+
     def check_integrity(self, rooms: Collection[DecodeRoom]) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         for room in rooms:

@@ -288,10 +288,14 @@ class DecodeSide:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
         for room in self._with(lost.peer):
             self._handle(room, lost)
-        self.on_parted(lost.peer)
+        self._forget(lost.peer)
 
     def on_parted(self, epoch: Epoch) -> None:
         """Nothing is kept of a rank that is not there."""
+        self._forget(epoch)
+        self.bells.parted(epoch)
+
+    def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
         self._paces.pop(epoch, None)
         for writers in [w for w in self._plans if epoch in w]:

@@ -11,6 +11,9 @@ Such a copy may outlive its endpoint. What it reads and writes stays mapped unti
 ends.
 
 Copies of rows that are still computed are armed, see :mod:`.armed`: the engine's thread may launch them at any time.
+
+A launch carries the bells of its segments. Where the device rings them behind the copy, decode's engine knows that the
+bytes are there before a thread of ours does. What rings stays mapped as the pages do.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from attrs import define
 
 from ...ids import LayerId
 from ...kernels import Kernels, PageMove, SupportsArming
-from ...memory import Event
+from ...memory import Bell, Event
 from ...protocol.rows import Readiness
 from .armed import Armed, ArmedCopies, Launch, Launched
 from .room import PrefillRoom
@@ -78,7 +81,7 @@ class PageCopies:
     def launch(self, begun: Sequence[tuple[Post, PageMove]], after: Event | None) -> None:
         """Copy for all of these posts, behind ``after``; an error of the kernels becomes theirs."""
         posts, moves = [post for post, _ in begun], [move for _, move in begun]
-        one = Armed(frozenset(), partial(self._kernels.copy, moves))
+        one = Armed(frozenset(), partial(self._kernels.copy, moves, bells=_bells(posts)))
         one.launch(after, self._clock)
         self._launched(moves, posts, one.launched)
         one.settle()
@@ -108,10 +111,11 @@ class PageCopies:
     def arm(self, begun: Sequence[tuple[Post, PageMove]], layers: frozenset[LayerId], listed: ArmedCopies) -> None:
         """Plan a copy for these posts of one room, and let the engine's thread launch it once ``layers`` are final."""
         posts, moves = [post for post, _ in begun], [move for _, move in begun]
-        launch: Launch = partial(self._kernels.copy, moves)
+        bells = _bells(posts)
+        launch: Launch = partial(self._kernels.copy, moves, bells=bells)
         drop = _nothing
         try:
-            prepared = None if self._arming is None else self._arming.prepare_copy(moves)
+            prepared = None if self._arming is None else self._arming.prepare_copy(moves, bells)
         except Exception as exc:
             self._end(posts, exc)
             return
@@ -207,6 +211,10 @@ class PageCopies:
         for post in posts:
             post.error = post.error or error
             self._writes.end(post)
+
+
+def _bells(posts: Sequence[Post]) -> Sequence[Bell]:
+    return [post.bell for post in posts if post.bell is not None]
 
 
 def _nothing() -> None:

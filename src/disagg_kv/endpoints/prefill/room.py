@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from attrs import define, field
 
+from ...errors import TransportError
 from ...ids import Epoch
-from ...planning import Groups
-from ...protocol import RoomKey, SendRoom
+from ...memory import Bell
+from ...planning import Groups, Segment
+from ...protocol import Ring, RoomKey, SendRoom, Transfer
 from ...trace import Span
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import HostEvent
@@ -43,6 +45,27 @@ class PrefillRoom:
         if machine.released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 
+    def ring(self, effect: Ring) -> bool:
+        """Ring a bell, whose frame follows; False: decode has described its board wrongly, which costs only bells."""
+        bells = self.routes[effect.to].bells
+        assert bells is not None
+        try:
+            bells.ring(effect.slot, effect.value, _record(effect.segment))
+        except TransportError:
+            return False
+        return True
+
+    def arm_bell(self, transfer: Transfer, device: str) -> Bell | None:
+        """The bell of a transfer, for kernels of a device to ring behind its bytes; None: :meth:`ring` alone does."""
+        effect = self.machine.flows[transfer.to].bell(transfer.segment)
+        bells = self.routes[transfer.to].bells
+        if effect is None or bells is None:
+            return None
+        try:
+            return bells.arm(effect.slot, effect.value, _record(effect.segment), device)
+        except TransportError:
+            return None  # it is counted when it is rung
+
     def grouped(self, loop: EventLoop, run: range, groups: Groups) -> None:
         """Report how the layers of a chunk are cut, and why."""
         report, now = self.handle.report, loop.now
@@ -50,3 +73,7 @@ class PrefillRoom:
         labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
         loop.observer.count("groups", groups.count)
         loop.observer.span(Span("groups", self.key.room, now, now, labels=labels))
+
+
+def _record(segment: Segment) -> tuple[int, int, int, int]:
+    return segment.start, segment.stop, segment.first, segment.last

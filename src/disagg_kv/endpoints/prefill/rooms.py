@@ -6,14 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
 
-from ...errors import (
-    AbortedError,
-    DisaggKVError,
-    LocalProtocolError,
-    PeerLostError,
-    RemoteProtocolError,
-    TransportError,
-)
+from ...errors import AbortedError, DisaggKVError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from ...ids import Epoch, Generation, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
 from ...protocol import (
@@ -508,7 +501,8 @@ class PrefillSide:
                 case Send():
                     self._loop.send(effect)
                 case Ring():
-                    self._ring(room, effect)
+                    if not room.ring(effect):
+                        self._loop.observer.count("bells.refused")
                 case CastVote():
                     votes.append(effect)
                 case Transfer():
@@ -522,16 +516,6 @@ class PrefillSide:
         # May be decided, and reported to the engine, at once: not before everything else has been done.
         for vote in votes:
             self._loop.vote(room.key, vote.ok, vote.reason)
-
-    def _ring(self, room: PrefillRoom, effect: Ring) -> None:
-        """Ring a bell, whose frame follows: a board that decode has described wrongly costs nothing but bells."""
-        bells = room.routes[effect.to].bells
-        assert bells is not None
-        segment = effect.segment
-        try:
-            bells.ring(effect.slot, effect.value, (segment.start, segment.stop, segment.first, segment.last))
-        except TransportError:
-            self._loop.observer.count("bells.refused")
 
     def _publish(self, room: PrefillRoom) -> None:
         machine = room.machine

@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from ...errors import PeerLostError
 from ...ids import Epoch, Ticket, peer_name
-from ...memory import Event
+from ...memory import Bell, Event
 from ...planning import Writes
 from ...protocol import Disarmed, Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ...protocol.frames import WireOffer
@@ -63,7 +63,7 @@ class Post:
     An ``offer`` is a post of which nothing moves here: its end says that its rows are final.
 
     Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``. ``copying``: a
-    kernel may still read and write, or is armed to do so.
+    kernel may still read and write, or is armed to do so. ``bell``: what the kernel's device rings behind it.
     """
 
     room: PrefillRoom
@@ -75,6 +75,7 @@ class Post:
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
     copying: bool = False
+    bell: Bell | None = None
     error: Exception | None = None
     sums: bytes | None = None
     offer: WireOffer | None = None

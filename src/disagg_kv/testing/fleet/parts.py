@@ -14,7 +14,7 @@ from ...errors import PeerLostError
 from ...geometry import CacheSpec, Group, Plane, Site, shard
 from ...ids import GroupId, LayerId, Peer, RegionId, Ticket
 from ...kernels import Checksums, Move, PageMove
-from ...memory import Buffer, Event, MemoryPool
+from ...memory import Bell, Buffer, Event, MemoryPool
 from ...planning import Writes
 from ...transports import Capabilities, Descriptor, PeerEvent, Region, Settled, WriteEnded, decode, encode
 
@@ -101,7 +101,7 @@ class NullKernels:
         """Done at once."""
         return None
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
         """Done at once."""
         return None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...memory import Buffer
+from attrs import frozen
+
+from ...memory import Bell, Buffer
 from ...transports.bells import SLOT_WORDS, HostBells, Record, words_of
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
@@ -25,12 +27,18 @@ class SimBells(HostBells):
 
     def ring(self, slot: int, value: int, record: Record) -> None:
         """Ring now; as a fault later, not at all, twice, or below an old value for a while."""
+        if self.note(slot, value, record):
+            self.store(slot, value)
+
+    def arm(self, slot: int, value: int, record: Record, device: str) -> Bell | None:
+        """For the kernels of :mod:`.copies`, which ring through its owner."""
+        return Bell(self.buffer.addr, value, SimWord(self, slot, value)) if self.note(slot, value, record) else None
+
+    def store(self, slot: int, value: int) -> None:
+        """The word alone, as a stream stores it, with what may happen to it."""
         outside = self._world.outside
         if not outside.happens(FaultClass.BELL, FAULTY):
-            super().ring(slot, value, record)
-            self._there.touch()
-            return
-        if not self.note(slot, value, record):
+            self._store(slot, value)
             return
         what = outside.helping.choice(("late", "lost", "twice", "old"))
         self._world.mark(f"bells:{what}")
@@ -40,7 +48,20 @@ class SimBells(HostBells):
             self._world.later(outside.helping.choice((0.001, 0.02, 0.3)), partial(self._store, slot, value))
 
     def _store(self, slot: int, value: int) -> None:
-        """The word alone, as a stream stores it, whatever the slot has been used for since."""
+        """Whatever the slot has been used for since."""
         if self._here.alive:
             self._board[slot * SLOT_WORDS] = value
             self._there.touch()
+
+
+@frozen(eq=False)
+class SimWord:
+    """The owner of a bell that a device rings."""
+
+    bells: SimBells
+    slot: int
+    value: int
+
+    def store(self) -> None:
+        """The device rings."""
+        self.bells.store(self.slot, self.value)

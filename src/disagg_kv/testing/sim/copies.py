@@ -2,7 +2,8 @@
 
 They do so at their own time. A copy is an :class:`~.dma.Op` of its own kind. It ends by an event instead of a ticket.
 The end of the other side's process does not stop it, as the mapping outlives its owner; the end of its own process
-does, within the drain bound.
+does, within the drain bound. A copy into a peer's pages rings its bells when all of it has landed, before its own
+process learns of that.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy.typing as npt
 from ...geometry import places
 from ...ids import Ticket
 from ...kernels import PageMove, Pages
-from ...memory import U8, Event, bytes_of, parts
+from ...memory import U8, Bell, Event, bytes_of, parts
 from ...planning import StagedLayout
+from .bells import SimWord
 from .dma import Dma, Mapped, Op, Range, SimTransport, torn
 from .events import SimEvent
 from .fault import FaultClass
@@ -45,7 +47,9 @@ class CopyEvent:
         assert self.happened, "a simulation never waits"
 
 
-def copy(dma: Dma, mover: SimTransport, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+def copy(
+    dma: Dma, mover: SimTransport, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell]
+) -> Event | None:
     """Copy now or later, and not before ``after``; None: it is done already.
 
     Raises:
@@ -61,7 +65,7 @@ def copy(dma: Dma, mover: SimTransport, moves: Sequence[PageMove], after: Event 
         raise RuntimeError("sim: the kernel failed")
     event = CopyEvent()
     ops = [_place(dma, mover, move, after if waits else None) for move in moves]
-    launch = _Launch(world, dma, mover, ops, event, failed)
+    launch = _Launch(world, dma, mover, ops, bells, event, failed)
     if at_once:
         launch.at_once()
         return None
@@ -116,13 +120,21 @@ class _Launch:
     """One launch, from when it waits until nothing of it moves."""
 
     def __init__(
-        self, world: Simulation, dma: Dma, mover: SimTransport, ops: Sequence[Op], event: CopyEvent, failed: bool
+        self,
+        world: Simulation,
+        dma: Dma,
+        mover: SimTransport,
+        ops: Sequence[Op],
+        bells: Sequence[Bell],
+        event: CopyEvent,
+        failed: bool,
     ) -> None:
         self._world = world
         self._dma = dma
         self._mover = mover
         self._pulls = any(op.target is mover for op in ops)
         self._ops = ops
+        self._bells = bells
         self._event = event
         self._failed = failed
         self._begun = False
@@ -139,6 +151,16 @@ class _Launch:
             self._dma.land(op, op.ranges)
             self._dma.end(op)
         self._world.saw(self._kind)
+        self._ring()
+
+    def _ring(self) -> None:
+        """The kernel is over, and the device's stream rings: from now on decode may free its pages."""
+        for op in self._ops if self._bells else ():
+            self._dma.end(op)
+        for bell in self._bells:
+            assert isinstance(bell.owner, SimWord)
+            bell.owner.store()
+            self._world.mark("bells:a device rings")
 
     def begin_after(self, waits: Sequence[Event]) -> None:
         """One of the events has happened; begin with the last of them."""
@@ -170,6 +192,8 @@ class _Launch:
                 at = rng.random() * most
                 end = max(end, at)
                 world.later(at, partial(self._dma.land, op, piece))
+        if not self._failed:
+            world.later(end, self._ring)
         world.later(end + 0.001, self._over)
 
     def _over(self) -> None:

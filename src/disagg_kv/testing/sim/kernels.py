@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from attrs import evolve
 
 from ...kernels import KERNELS, Checksums, Move, PageMove
-from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
+from ...memory import Bell, Buffer, Event, MemoryPool, bytes_of, parts
 from ...staging import Lease
 from .copies import copy
 from .dma import SimTransport
@@ -71,10 +71,10 @@ class SimKernels:
 
         return self._run(act)
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
         """Copy pages into mapped pages, or from them, now or later, and not before ``after``; see :mod:`.copies`."""
         self.copies += 1
-        return copy(self._transport.dma, self._transport, moves, after)
+        return copy(self._transport.dma, self._transport, moves, after, bells)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:
         """Sometimes; what is prepared is for leases that are live now."""

@@ -52,6 +52,7 @@ MARKS = frozenset(
         "bells:twice",
         "bells:old",
         "bells:there are none",
+        "bells:a device rings",
         "pulled:a copy outlives its source",
         "pulled:a copy fails before it is quiet",
         "prepared:gather launched",

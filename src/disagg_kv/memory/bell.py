@@ -1,0 +1,49 @@
+"""A bell that whatever copies rings itself: a word of host memory, stored behind the bytes that it stands for."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable
+
+from attrs import field, frozen
+
+from .. import arguments
+
+
+@frozen
+class Bell:
+    """A word that another process reads; see :mod:`disagg_kv.transports.bells`.
+
+    Args:
+        addr: its address, for the device of the memory that is copied.
+        value: what is stored there, 8 bytes at once.
+        owner: any object that keeps the word mapped; never read.
+    """
+
+    addr: int
+    value: int
+    owner: object = field(default=None, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("addr", "value"):
+            known = arguments.count(getattr(self, name), f"bell: {name}", least=1, most=(1 << 64) - 1)
+            object.__setattr__(self, name, known)
+
+
+def ring(bells: Iterable[Bell]) -> None:
+    """Store words of host memory. All that this thread stored before is visible with each of them."""
+    for bell in bells:
+        fence()
+        ctypes.c_uint64.from_address(bell.addr).value = bell.value
+
+
+def fence() -> None:
+    """What this thread has stored is visible before what it stores next.
+
+    A lock is released, then acquired again. That orders stores on every processor; on x86-64 they are in order.
+    """
+    order = threading.Lock()
+    for _ in range(2):
+        with order:
+            pass

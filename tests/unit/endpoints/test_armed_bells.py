@@ -1,0 +1,305 @@
+"""Bells that a device rings behind an armed copy: decode's engine knows before any endpoint's thread has run."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+from attrs import define
+
+from disagg_kv.errors import TransportError
+from disagg_kv.protocol import Options, Phase
+from disagg_kv.strategies import LayerPipelined
+from disagg_kv.transports.bells import HostBells, words_of
+from tests.support.rig import Rig, tp_shards
+from tests.support.rig_parts import Flag
+from tests.unit.endpoints.test_armed import SPEC, ArmingKernels, Scene, Unordered, awaited, scene
+from tests.unit.endpoints.test_mapped import Copy
+
+BELLS = Options(bells=512)
+
+
+def belled(schedule: LayerPipelined | None = None, kernels: ArmingKernels | None = None) -> Scene:
+    """A room with bells that decode awaits and prefill has open; decode knows that prefill has it."""
+    found = scene(schedule, kernels=kernels, options=BELLS)
+    found.rig.wait(0.3)
+    return found
+
+
+def seen(found: Scene) -> Phase:
+    """What decode's engine sees."""
+    return found.request.receives[0].phase
+
+
+def board(found: Scene) -> list[int]:
+    """Decode's words."""
+    (room,) = found.request.prefills[0].endpoint.inspect().rooms.values()
+    bells = next(iter(room.routes.values())).bells
+    assert isinstance(bells, HostBells)
+    return words_of(bells.buffer).tolist()
+
+
+def copies(found: Scene) -> list[Copy]:
+    """What the device has to copy."""
+    return found.kernels.queued
+
+
+def test_decode_s_engine_knows_although_no_endpoint_s_thread_has_run() -> None:
+    """All between the engine's ``close`` and decode's ``phase`` is the device's."""
+    found = belled().announce()
+    ready = Flag()
+    found.step.close(ready)
+    (copy,) = copies(found)
+    assert [(bell.value, len(copy.bells)) for bell in copy.bells] == [(1, 1)]
+    assert seen(found) is Phase.MOVING
+    ready.fired = True
+    copy.run()
+    assert seen(found) is Phase.DONE
+    found.request.wanted(0, 9)
+    found.rig.check()
+    assert found.request.receives[0].report.bells
+    found.request.finish().landed()
+    assert [handle.error for handle in found.request.handles] == [None, None]
+    found.rig.quiet()
+
+
+def test_each_launch_rings_for_its_own_layers_and_all_are_needed() -> None:
+    """In any order of their ends."""
+    found = belled(LayerPipelined(fixed=1)).announce()
+    found.step.close()
+    first, second = copies(found)
+    assert len({bell.addr for copy in (first, second) for bell in copy.bells}) == 2
+    second.run()
+    assert seen(found) is Phase.MOVING
+    first.run()
+    assert seen(found) is Phase.DONE
+    found.request.finish().landed()
+    found.rig.quiet()
+
+
+def test_both_writers_devices_ring() -> None:
+    """Each for its heads."""
+    rig, kernels = Rig(SPEC, options=BELLS), ArmingKernels()
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy="mapped", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped")
+    request = awaited(rig, prefills, decodes, "room")
+    rig.wait(0.3)
+    request.send(9)
+    rig.until(lambda: len(kernels.queued) == 2, "both copies")
+    for copy in kernels.queued:
+        assert request.receives[0].phase is Phase.MOVING
+        copy.run()
+    assert request.receives[0].phase is Phase.DONE
+    request.finish().landed()
+    rig.quiet()
+
+
+def test_a_launch_of_the_endpoint_s_thread_rings_too() -> None:
+    """Rows that were not announced, and what the engine's thread has left to the endpoint's."""
+    for announced in (False, True):
+        found = belled(kernels=Unordered())
+        if announced:
+            found.announce().kernels.captures = True
+            found.step.close()
+        else:
+            found.request.send(9)
+        found.rig.until(partial(any, found.kernels.queued), "the copy")
+        copies(found)[0].run()
+        assert seen(found) is Phase.DONE
+        found.request.finish().landed()
+
+
+def test_kernels_that_ring_no_bells_leave_them_to_the_endpoint_s_thread() -> None:
+    """It rings once it has seen the end of the copy."""
+    found = belled().announce()
+    found.step.close()
+    (copy,) = copies(found)
+    copy.bells = ()
+    copy.run()
+    assert seen(found) is Phase.MOVING
+    for _ in range(3):
+        found.request.prefills[0].endpoint.driver.step()
+    assert seen(found) is Phase.DONE
+    found.request.finish().landed()
+    found.rig.quiet()
+
+
+def test_a_launch_that_is_dropped_rings_nothing() -> None:
+    """Pages that are taken away; the rows given again ring in the same slot, and once."""
+    found = belled().announce()
+    gone = found.request.sends[0].withdraw()
+    found.rig.turn()
+    assert gone.query()
+    assert found.kernels.ends == ["dropped"]
+    assert not board(found)[0]
+    assert seen(found) is Phase.MOVING
+    found.announce()
+    found.step.close()
+    (copy,) = copies(found)
+    assert [bell.value for bell in copy.bells] == [1]
+    copy.run()
+    assert seen(found) is Phase.DONE
+    found.request.finish().landed()
+    found.rig.quiet()
+
+
+def test_a_launch_that_fails_rings_nothing_and_its_second_try_does() -> None:
+    found = belled().announce()
+    found.kernels.refuses = [TransportError("not now", retryable=True)]
+    found.step.close()
+    assert not board(found)[0]
+    found.rig.until(lambda: len(copies(found)) == 1, "the second try")
+    copies(found)[0].run()
+    assert seen(found) is Phase.DONE
+    found.request.finish().landed()
+    found.rig.quiet()
+
+
+def test_rows_that_are_compared_are_not_rung_by_the_device() -> None:
+    """Prefill compares on its own account: decode has no say in it, and its room has bells."""
+    rig, kernels = Rig(SPEC, options=BELLS), ArmingKernels()
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=kernels, verify="full")
+    request = awaited(rig, prefills, rig.decode(tp_shards(SPEC, 1), strategy="mapped"), "room")
+    request.send(9)
+    rig.until(lambda: bool(kernels.queued), "the copy")
+    assert kernels.queued[0].bells == []
+    kernels.queued[0].run()
+    request.finish().landed()
+    assert not request.receives[0].report.bells
+
+
+def test_what_rings_stays_mapped_until_the_copy_has_ended() -> None:
+    """Also where the endpoint has closed."""
+    found = belled().announce()
+    found.step.close()
+    (copy,) = copies(found)
+    found.request.prefills[0].endpoint.close(0.0)
+    assert all(isinstance(bell.owner, HostBells) for bell in copy.bells)
+    copy.run()
+    assert seen(found) is Phase.DONE
+
+
+POINTS = ("before", "due", "begin", "end", "after")
+NEVER = len(POINTS)
+
+
+@define(eq=False)
+class World:
+    """One interleaving of the engine's ``close``, its device, decode's abort, a withdrawal and endpoints' threads.
+
+    Args:
+        found: with one room of its own, which is armed.
+        abort: the point at which decode's engine gives up.
+        ended: the point at which the device has ended, if it was launched by then.
+        withdraw: whether the engine withdraws before its ``close``.
+        steps: points at which the endpoints' threads run.
+        looks: whether decode's engine looks at every point, or only at the end.
+    """
+
+    found: Scene
+    abort: int
+    ended: int
+    withdraw: bool
+    steps: frozenset[int]
+    looks: bool
+    aborted: bool = False
+    outcome: Phase | None = None
+
+    def run(self) -> None:
+        """All of it."""
+        found = self.found
+        found.kernels.at = lambda where: self.at(POINTS.index(where))
+        self.at(0)
+        if self.withdraw:
+            found.request.sends[0].withdraw()
+        found.step.close()
+        found.kernels.at = lambda where: None
+        self.at(4)
+        found.request.finish()
+        found.rig.turn()
+        self.finish()
+        if self.withdraw and not self.aborted:
+            found.kernels.ends, found.kernels.queued = [], []
+            found.request.send(9)
+            for _ in range(8):
+                found.rig.turn()
+                self.finish()
+        self.look()
+        found.request.ended()
+        assert self.outcome in (None, seen(found)), "an outcome has changed"
+        assert self.aborted or found.request.all(Phase.DONE)
+        found.rig.check()
+        found.rig.quiet()
+
+    def at(self, point: int) -> None:
+        """What the others do here."""
+        if point >= self.abort and not self.aborted:
+            self.aborted = True
+            self.found.request.receives[0].abort("enough")
+        if point in self.steps:
+            self.found.rig.turn(0.0)
+        if point >= self.ended:
+            self.finish()
+        if self.looks:
+            self.look()
+
+    def finish(self) -> None:
+        """The device gets to what is launched."""
+        for copy in copies(self.found):
+            if not copy.happened:
+                copy.run()
+
+    def look(self) -> None:
+        """Decode's engine looks: it is done only if the bytes are there, and stays so."""
+        phase = seen(self.found)
+        assert self.outcome in (None, phase), "an outcome has changed"
+        if phase is Phase.DONE:
+            assert self.found.kernels.ends == ["launched"] or copies(self.found)
+            assert all(copy.happened for copy in copies(self.found))
+            if self.outcome is None:
+                self.found.request.wanted(0, 9)
+                self.found.rig.check()
+        if phase in (Phase.DONE, Phase.FAILED):
+            self.outcome = phase
+
+
+INSIDE = (POINTS.index("due"), POINTS.index("begin"), POINTS.index("end"))
+
+WORLDS = [
+    (abort, ended, withdraw, frozenset(steps), looks)
+    for abort in range(NEVER + 1)
+    for ended in (POINTS.index("end"), POINTS.index("after"), NEVER)
+    for withdraw in (False, True)
+    for steps in ([()] if withdraw else [(), *itertools.combinations(INSIDE, 1), INSIDE])
+    for looks in (False, True)
+]
+
+
+def test_every_interleaving_of_launch_withdraw_and_abort_with_a_ring() -> None:
+    """Decode's engine sees one outcome, and success only with the bytes."""
+    assert len(WORLDS) == 6 * 3 * (5 + 1) * 2
+    found = belled()
+    done = 0
+    for number, world in enumerate(WORLDS):
+        found.kernels.ends, found.kernels.queued = [], []
+        World(found.announce(), *world).run()
+        done += found.request.receives[0].report.bells
+        found = found.another(f"room {number}")
+        found.rig.wait(0.3)
+    assert done > len(WORLDS) // 6, "bells took part in few of them"
+
+
+def test_a_slot_outside_the_board_costs_nothing_but_the_bell() -> None:
+    """Decode names it; the copy is armed, and the frame follows."""
+    found = belled()
+    (room,) = found.request.prefills[0].endpoint.inspect().rooms.values()
+    (flow,) = room.machine.flows.values()
+    assert flow.plan is not None
+    object.__setattr__(flow.plan, "bells", (1 << 40, 32, 1))
+    found.announce().step.close()
+    (copy,) = copies(found)
+    assert copy.bells == []
+    copy.run()
+    found.request.finish().landed()
+    assert found.request.prefills[0].observer.counters["bells.refused"] == 1
+    found.rig.quiet()
