@@ -41,7 +41,7 @@ def test_worlds_are_large_enough(summary: Summary) -> None:
     assert summary.landed >= 3 * summary.finished
     assert len(summary.faults) >= len(FaultClass) - 2
     assert 2 * len(summary.kinds) >= len(Kind)
-    assert len(summary.missing()) < 40
+    assert len(summary.missing()) < 45
 
 
 def test_engines_change_their_minds_within_a_step(summary: Summary) -> None:
@@ -130,7 +130,7 @@ def test_what_is_not_reached_is_named() -> None:
     """A run that has reached nothing misses every fault, cell and release."""
     missing = Summary().missing()
     assert {"fault:drop", "kind:prefix", "cell:moving/sending/Grant", *MARKS} <= set(missing)
-    assert len(UNREACHED) == 11
+    assert len(UNREACHED) == 10
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from .dma import Dma, Mapped, Op, Range, SimTransport, torn
 from .events import SimEvent
 from .fault import FaultClass
 from .kind import Kind
+from .path_draws import BROKEN, LONG, PULL_S
 from .simulation import Simulation
 
 I64 = npt.NDArray[np.int64]
@@ -57,7 +58,7 @@ def copy(
     """
     world = dma.world
     waits = [one for one in dict.fromkeys(parts(after)) if not one.query()]
-    failed = world.faulty and world.chance(FaultClass.KERNEL)
+    failed = world.faulty and (world.chance(FaultClass.KERNEL) or _breaks(world, mover, moves))
     if failed:
         world.hit(FaultClass.KERNEL)
     at_once = not waits and (not world.scenario.slow_kernels or world.random.random() < 0.3)
@@ -77,6 +78,12 @@ def copy(
     if not waits:
         launch.begin()
     return event
+
+
+def _breaks(world: Simulation, mover: SimTransport, moves: Sequence[PageMove]) -> bool:
+    """Whether a pull fails: they are few, so that more of them do where kernels may fail."""
+    pulls = any(_side(mover, move.target)[0] is mover for move in moves)
+    return pulls and FaultClass.KERNEL in world.scenario.faults and world.random.random() < BROKEN
 
 
 def _place(dma: Dma, mover: SimTransport, move: PageMove, after: Event | None) -> Op:
@@ -180,6 +187,8 @@ class _Launch:
         if slow:
             world.hit(FaultClass.SLOW)
         most = rng.choice((0.02, 0.2, 1.0)) if slow else 0.003
+        if self._pulls and world.faulty and rng.random() < LONG:
+            most = rng.choice(PULL_S)
         end = 0.0
         for op in self._ops:
             if self._void:

@@ -162,6 +162,16 @@ def outside(rng: random.Random, allowed: frozenset[FaultClass], others: bool) ->
     return drawn | {f: 1.0 for f in (FaultClass.BELL,) if rng.random() < 0.5 and f in allowed}
 
 
+PULLING = (FaultClass.ABORT, FaultClass.WITHDRAW, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.KERNEL)
+OFTEN = 0.7
+"""What matters while kernels of decode read the pages of prefill, and how often each is on where they do."""
+
+
+def while_pulling(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
+    """The faults that a seed whose decode pulls has beside those that it draws, at the lowest rate of each."""
+    return {f: _RATES.get(f, (1.0,))[0] for f in PULLING if f in allowed and rng.random() < OFTEN}
+
+
 def survives(faults: Mapping[FaultClass, float]) -> bool:
     """Whether every request must succeed although these faults happen."""
     return all(f in HARMLESS or (f in SURVIVED and rate == _RATES[f][0]) for f, rate in faults.items())

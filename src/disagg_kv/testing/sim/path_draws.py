@@ -11,6 +11,15 @@ PULL = "mapped_pull"
 PULLS = 0.15
 """Share of the worlds in which kernels of decode read the pages of prefill, and no other path is known."""
 
+SLOW = 0.8
+"""Share of those worlds in which kernels take their time although others of the same seed would not."""
+
+BROKEN = 0.2
+"""Share of the pulls that fail, where kernels may fail."""
+
+LONG, PULL_S = 0.4, (0.02, 0.2, 0.5)
+"""Share of the pulls that take longer than others, and the most seconds that such a pull takes."""
+
 
 def refused_of(seed: int, decode_path: str, prefills: int) -> int | None:
     """In some worlds a prefill instance writes to exposed pages alone, and decode exposes none."""
@@ -21,3 +30,8 @@ def refused_of(seed: int, decode_path: str, prefills: int) -> int | None:
 def pulls(seed: int) -> bool:
     """Whether decode pulls in the world of a seed."""
     return random.Random(f"pulls {seed}").random() < PULLS
+
+
+def slow_pulls(seed: int) -> bool:
+    """Whether decode pulls in the world of a seed, by kernels that take their time."""
+    return pulls(seed) and random.Random(f"slow pulls {seed}").random() < SLOW

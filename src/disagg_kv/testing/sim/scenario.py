@@ -18,9 +18,9 @@ from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
 from .conversations import Conversation, converse
-from .fault import FaultClass, outside, survives, swarm
+from .fault import FaultClass, outside, survives, swarm, while_pulling
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .path_draws import PULL, pulls, refused_of
+from .path_draws import PULL, pulls, refused_of, slow_pulls
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -273,6 +273,8 @@ class Scenario:
         """The scenario of a seed."""
         rng = random.Random(f"scenario {seed}")
         faults = swarm(rng, allowed)
+        if pulls(seed) and not survives(faults):
+            faults = while_pulling(random.Random(f"while pulling {seed}"), allowed) | faults
         stuck = FaultClass.QUARANTINE in faults
         shape = shape_of(seed // BLOCK, seed % len(TOPOLOGIES))
         requests = _requests(rng, shape, faults)
@@ -280,7 +282,7 @@ class Scenario:
         decode, scarce = shape.decode, stuck or (not survives(faults) and rng.random() < 0.2)
         options = _options(seed, rng)
         lease = slot + 256 * max(p.world for p in prefills)
-        slow_kernels = rng.random() < 0.5
+        slow_kernels = rng.random() < 0.5 or slow_pulls(seed)
         decode_path = rng.choice(("auto", "auto", "staged"))
         prefill_paths = ["auto", "staged"] if decode_path == "staged" else ["auto", "staged", "staged", "slice"]
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
