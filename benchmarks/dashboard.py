@@ -21,8 +21,11 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "dashboards" / "disagg_kv.json"
 PICTURE = ROOT / "docs" / "images" / "dashboard.svg"
 
-COLUMNS, WIDTH, HEIGHT = 4, 6, 8
+COLUMNS, WIDTH, HEIGHT = 4, 6, 6
 """Panels beside each other, and the size of each on Grafana's grid of 24 columns."""
+
+LINKS = 8
+"""Budget of each rank in the picture: fewer than the peers that it meets."""
 
 Side = Literal["", "prefill", "decode"]
 
@@ -103,6 +106,10 @@ PANELS = (
     Panel("Losses, retries, look-ups", "ops", _rates(m.LOST_PEERS, m.RETRIES, m.LOOKUP_FAILURES)),
     Panel("Refusals, by reason", "ops",
           (Query("rate", m.REFUSALS, "reason"), *_rates(m.FRAMES_DROPPED, m.INTERNAL_ERRORS))),
+    Panel("Links, of their budget", "percentunit", (Query("share", m.LINKS, "side", of=m.LINKS_BUDGET),)),
+    Panel("Links that were dropped", "ops", (Query("rate", m.LINKS_DROPPED, "side"),)),
+    Panel("Segments and writes", "ops", tuple(Query("rate", one, side="prefill") for one in (m.SEGMENTS, m.WRITES))),
+    Panel("Layer groups, other events", "ops", _rates(m.LAYER_GROUPS, m.OTHER_EVENTS)),
 )  # fmt: skip
 
 
@@ -165,5 +172,5 @@ if __name__ == "__main__":
     from disagg_kv.testing.fleet import ALL_FAULTS, FleetPlan
 
     FILE.write_text(text())
-    plan = FleetPlan(prefills=10, decodes=10, seconds=3600.0, rate=0.5, faults=ALL_FAULTS)
+    plan = FleetPlan(prefills=10, decodes=10, seconds=3600.0, rate=0.5, faults=ALL_FAULTS, links=LINKS)
     PICTURE.write_text(draw(answers(simulated(plan, every_s=30.0, events=Events()))))

@@ -87,7 +87,7 @@ def test_variables_are_defined_and_legends_name_labels_of_their_query() -> None:
 
 
 def test_panels_fill_one_screen_without_gaps() -> None:
-    """Twelve of them: four in a row, as high as a screen; no id and no letter is used twice."""
+    """Sixteen of them: four in a row, as high as a screen; no id and no letter is used twice."""
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     cells = {(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])}
     assert len(cells) == sum(p["w"] * p["h"] for p in places) == 24 * 24
