@@ -512,6 +512,31 @@ def test_after_the_warm_up_nothing_is_compiled_for_a_first_request(
     assert compiled() == before
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_after_their_warm_up_no_checksum_is_compiled(layout: Layout) -> None:
+    """Whatever heads and rows the first comparison takes."""
+    from disagg_kv.kernels.checksum.triton import checksum
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in checksum.device_caches.values())
+
+    spec = CacheSpec.kv(2, 8, 128, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16, layout=layout, device="cuda")
+    assert isinstance(TRITON, SupportsWarmUp)
+    TRITON.warm_checksum(pool)
+    before = compiled()
+    for units in range(1, 9):
+        for rows in (1, 5, 16, 100):
+            move = Move(
+                staged_layout([(1, 8 - units, units, 3, 3 + rows, 0)], 1), {KV: PageTable(KV, list(range(8)))}, 0
+            )
+            sums = TRITON.checksum(pool, [move], None)
+            _wait(sums.event)
+            (found,), (wanted,) = sums.read(), KERNELS["reference"].checksum(pool, [move], None).read()
+            assert found.tolist() == wanted.tolist()
+    assert compiled() == before
+
+
 def test_a_launch_behind_an_event_delays_no_other() -> None:
     """Consecutive launches are on streams of their own, so one whose chunk is late does not hold up the next."""
     pool, _ = _small()

@@ -223,6 +223,10 @@ class SupportsWarmUp(Protocol):
         """
         ...
 
+    def warm_checksum(self, pool: MemoryPool) -> None:
+        """The same for checksums of the pool. Blocks; on any thread."""
+        ...
+
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
         """The same for copies from one pool into another, of which either may be mapped. Blocks; on any thread."""
         ...

@@ -219,6 +219,13 @@ class TritonKernels:
         for name in ("gather", "scatter"):
             _launcher(name).warm(pool)
 
+    def warm_checksum(self, pool: MemoryPool) -> None:
+        """Compile the checksums of the pool."""
+        _launcher("gather")  # what is missing is said there
+        from .triton_convert import warm_checksum
+
+        warm_checksum(_summer(), pool)
+
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
         """Compile the copy between two pools, and upload their tables."""
         _launcher("gather")

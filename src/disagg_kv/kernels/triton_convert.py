@@ -121,6 +121,12 @@ def warm(plain: Launcher, pool: MemoryPool) -> None:
         (plain if kind is None else _gather(kind, None)).warm(pool)
 
 
+def warm_checksum(plain: ChecksumLauncher, pool: MemoryPool) -> None:
+    """Compile the checksums of a pool; see :meth:`.base.SupportsWarmUp.warm_checksum`."""
+    for kind in kinds_of(pool).every:
+        (plain if kind is None else _sums(kind)).warm(pool)
+
+
 def warm_copy(plain: CopyLauncher, source: PagedMemory, target: PagedMemory, programs: int | None) -> None:
     """Compile copies from one pool into another; see :meth:`.base.SupportsWarmUp.warm_copy`."""
     for move in warm_moves(source, target):

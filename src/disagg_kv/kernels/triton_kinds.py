@@ -133,11 +133,22 @@ def shapes(planes: Planes, pool: PagedMemory, tile_bytes: int, kind: Kind | None
         tile_bytes: what one program moves, a power of two.
         kind: of the planes.
     """
+    for call in _calls(planes, pool, kind):
+        yield filled(call, np.zeros(call.words, np.int64), 0, 0, tile_bytes, kind)
+
+
+def shapes_of_sums(planes: Planes, pool: PagedMemory, tile_bytes: int, kind: Kind | None = None) -> Iterator[Shape]:
+    """The same for checksums."""
+    for call in _calls(planes, pool, kind):
+        into, places = np.zeros(call.words + call.entries, np.int64), np.zeros(call.entries, np.int64)
+        yield call.write_sums(into, 0, places, tile_bytes, numbers_of(kind))
+
+
+def _calls(planes: Planes, pool: PagedMemory, kind: Kind | None) -> Iterator[Call]:
     for move in warm_moves(pool):
         for found, some, _ in kinds_of(pool).split([move]):
             if found == kind:
-                call = Call(planes, some)
-                yield filled(call, np.zeros(call.words, np.int64), 0, 0, tile_bytes, kind)
+                yield Call(planes, some)
 
 
 def _kind(how: PlaneConversion | None) -> Kind | None:

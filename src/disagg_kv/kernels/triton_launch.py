@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -20,7 +20,7 @@ from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Tuning
 from .triton_kinds import Kind, filled, shapes
 from .triton_pool_tables import PoolTables
 from .triton_slots import ArgumentSlot, ArgumentSlots
-from .triton_tables import ENTRY, Call, Shape
+from .triton_tables import ENTRY, Call, Planes, Shape
 
 STREAMS = 4
 """Number of streams. Launches use them in turn: one that waits for its event delays only those behind it."""
@@ -32,6 +32,10 @@ it has ended: side by side all would end together, and the wire, which waits for
 PRIORITY = 0
 """The lowest that CUDA has, and the default of an engine's own streams: where an engine decodes on a stream of
 ``priority=-1``, its kernels go first whenever the GPU has to choose."""
+
+
+Shapes = Callable[[Planes, MemoryPool, int, Kind | None], Iterator[Shape]]
+"""The shapes of calls for a pool's planes of one kind, with tiles of some bytes."""
 
 
 class LaunchContext:
@@ -210,6 +214,22 @@ class Host:
         with context.queue:
             context.entries[constants] = entry_of(check_launcher(compiled), context.queue, tables, len(args) - tables)
 
+    def _compile_all(self, pool: MemoryPool, cut: Shapes) -> None:
+        """Compile for all shapes of calls for a pool, on memory that is not touched.
+
+        Also allocates what calls need, and uploads the pool's table: a call must not wait for the GPU's allocator.
+        What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
+        """
+        device = pool.buffers[0].device
+        if device == "cpu":
+            return
+        context = self._context(device)
+        with torch.cuda.device(device):
+            planes, _ = context.tables.of(pool, context.stream())
+            for shape in cut(planes, pool, self._tuning.tile_bytes, self._kind):
+                nothing = torch.empty(1, dtype=torch.int64, device=device)
+                self._compile(context, shape, nothing, nothing, 1)
+
 
 class Launcher(Host):
     """Gather or scatter on GPUs; see :class:`Host`."""
@@ -234,20 +254,8 @@ class Launcher(Host):
         return None if call is None else self._enqueue(call, after)
 
     def warm(self, pool: MemoryPool) -> None:
-        """Compile for every number of units that a peer may take of this pool, on memory that is not touched.
-
-        Also allocates what calls need, and uploads the pool's table: a call must not wait for the GPU's allocator.
-        What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
-        """
-        device = pool.buffers[0].device
-        if device == "cpu":
-            return
-        context = self._context(device)
-        with torch.cuda.device(device):
-            planes, _ = context.tables.of(pool, context.stream())
-            for shape in shapes(planes, pool, self._tuning.tile_bytes, self._kind):
-                nothing = torch.empty(1, dtype=torch.int64, device=device)
-                self._compile(context, shape, nothing, nothing, 1)
+        """Compile for every number of units that a peer may take of this pool; see :meth:`Host._compile_all`."""
+        self._compile_all(pool, shapes)
 
     def prepare(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, *, moved: bool = False

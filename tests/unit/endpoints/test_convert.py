@@ -17,7 +17,7 @@ from disagg_kv.geometry import CacheSpec, Component, item_bytes
 from disagg_kv.ids import LayerId, RoomId
 from disagg_kv.kernels import KERNELS, CpuKernels, Move, PageMove
 from disagg_kv.memory import Bell, Buffer, ConvertedPool, Event, MemoryPool, PagedMemory
-from disagg_kv.protocol import Codec, Phase
+from disagg_kv.protocol import Codec, Phase, Verify
 from disagg_kv.protocol.frames import Hello
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Over
@@ -233,6 +233,9 @@ class Compiled(CpuKernels):
             raise OSError(self.error)
         self.said.append(("warm", pool))
 
+    def warm_checksum(self, pool: MemoryPool) -> None:
+        self.said.append(("warm_checksum", pool))
+
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
         self.said.append(("warm_copy", source))
 
@@ -259,6 +262,22 @@ def test_conversions_are_compiled_when_a_peer_is_connected(path: str) -> None:
     assert pools[0] is prefills[0].pool
     assert isinstance(pools[1], ConvertedPool)
     assert all(pool is pools[1] for pool in pools[1:])
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+@pytest.mark.parametrize("path", ["staged", "mapped"])
+def test_checksums_are_compiled_where_an_endpoint_wants_segments_compared(path: str, verify: Verify) -> None:
+    """When it starts, for its own pool; when a peer is connected, for the cache that this peer reads."""
+    rig, kernels, theirs = Rig(kv("bfloat16"), decoded=kv(E4M3, "computed")), Compiled(), Compiled()
+    prefills = rig.prefill(tp_shards(rig.spec, 1), strategy=path, kernels=kernels, verify=verify)
+    decodes = rig.decode(tp_shards(rig.decode_spec, 1), strategy=path, kernels=theirs, verify=verify)
+    assert kernels.said == [("warm", prefills[0].pool), ("warm_checksum", prefills[0].pool)]
+    assert theirs.said == [("warm", decodes[0].pool), ("warm_checksum", decodes[0].pool)]
+    rig.request("room", prefills, decodes, 9).start(9).landed()
+    (what, pool), (then, same) = kernels.said[2:4]
+    assert (what, then) == ("warm" if path == "staged" else "warm_copy", "warm_checksum")
+    assert isinstance(pool, ConvertedPool)
+    assert same is pool
 
 
 def test_nothing_more_is_compiled_for_a_peer_with_the_same_cache() -> None:

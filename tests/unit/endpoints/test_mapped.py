@@ -329,6 +329,9 @@ class Uncompiled(DeviceKernels):
     def warm(self, pool: MemoryPool) -> None:
         """Nothing."""
 
+    def warm_checksum(self, pool: MemoryPool) -> None:
+        """Nothing."""
+
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
         if self.error:
             raise OSError(self.error)
@@ -371,7 +374,7 @@ def test_one_thread_compiles_copies_at_a_time() -> None:
     kernels, pool = Crowded(), PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=1, page_size=4)
     mapped = MappedPool(pool.site, pool.buffers)
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(ReadPools(pool, kernels).warm, SPEC, mapped) for _ in range(2)]:
+        for done in [threads.submit(ReadPools(pool, kernels, "off").warm, SPEC, mapped) for _ in range(2)]:
             done.result()
     assert len(kernels.warmed) == 2
 

@@ -206,12 +206,13 @@ def test_what_is_compiled_beforehand_is_what_conversions_take(case: Case) -> Non
 
 
 def test_a_warm_up_for_another_cache_touches_nothing_where_kernels_are_interpreted() -> None:
-    """Neither pool, for gathers and for copies."""
+    """Neither pool, for gathers, checksums and copies."""
     case = EVEN[4]
     own, target = (PagedPool.allocate(one, shard(one), pages=2, page_size=4) for one in (case.source, case.target))
     triton = KERNELS["triton"]
     assert isinstance(triton, SupportsWarmUp)
     source = ConvertedPool(own, case.target)
     triton.warm(source)
+    triton.warm_checksum(source)
     triton.warm_copy(source, target)
     assert not bytes_of(target.buffers[0]).any()

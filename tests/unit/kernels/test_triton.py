@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from disagg_kv.errors import LocalProtocolError, RegistrationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, PageTable, elect, shard
 from disagg_kv.kernels import KERNELS, Move, SupportsPreparing, SupportsStreams, SupportsWarmUp, kernels_for
-from disagg_kv.kernels.triton_kinds import shapes
+from disagg_kv.kernels.triton_kinds import shapes, shapes_of_sums
 from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import Buffer, Layout, PagedPool
 from disagg_kv.planning import PartView, Segment
@@ -237,6 +237,21 @@ def test_what_is_compiled_beforehand_is_what_requests_take(layout: Layout) -> No
             assert shape.constants in known, (units, rows)
 
 
+def test_what_is_compiled_beforehand_is_what_checksums_take() -> None:
+    """Whatever heads and rows are compared."""
+    spec = CacheSpec.kv(3, 8, 128, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16)
+    planes, table = Planes(pool), {KV: PageTable(KV, list(range(8)))}
+    known = {s.constants for s in shapes_of_sums(planes, pool, 4096)}
+    assert len(known) <= 8
+    for units in range(1, 9):
+        for start, stop in ((0, 1), (3, 5), (3, 10), (0, 16), (1, 101)):
+            layout = staged_layout([(plane, 8 - units, units, start, stop, 0) for plane in range(6)], 1)
+            call = Call(planes, [Move(layout, table, 0), Move(layout, table, 0)])
+            into, places = np.zeros(call.words + call.entries, np.int64), np.arange(call.entries)
+            assert call.write_sums(into, 1 << 12, places, 4096).constants in known, (units, start, stop)
+
+
 def test_kernels_are_ready_before_the_first_request_and_wait_for_no_event_where_they_are_interpreted() -> None:
     """Interpreted, nothing is compiled, and an event is waited for by the thread."""
     pool = PagedPool.allocate(
@@ -245,6 +260,7 @@ def test_kernels_are_ready_before_the_first_request_and_wait_for_no_event_where_
     assert isinstance(TRITON, SupportsWarmUp)
     assert isinstance(TRITON, SupportsStreams)
     TRITON.warm(pool)
+    TRITON.warm_checksum(pool)
     assert not TRITON.orders(Flag())
 
 

@@ -116,7 +116,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             if ring_bytes is None:
                 ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
             self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
-            movers = ready_kernels(pool, kernels)
+            movers = ready_kernels(pool, kernels, verify)
             self._ring = ring = made_by(allocator, ring_bytes)
             self._staging = memory = new_staging(carrier, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)

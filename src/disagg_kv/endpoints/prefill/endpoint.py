@@ -112,10 +112,10 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             if slot_bytes is None:
                 slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
-            movers = ready_kernels(pool, kernels)
+            movers = ready_kernels(pool, kernels, verify)
             self._staging = staging = new_staging(carrier, staging_slots(self._slots, slot_bytes), device)
             *regions, staged = carrier.register([*pool.buffers, staging])
-            pools = ReadPools(pool, movers)
+            pools = ReadPools(pool, movers, verify)
             known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
             me = parts.info("prefill", regions, usable)
             me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=pools.warm, conversions=known)

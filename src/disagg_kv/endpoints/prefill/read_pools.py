@@ -8,6 +8,7 @@ from ...geometry import CacheSpec
 from ...kernels import Kernels, SupportsWarmUp
 from ...memory import ConvertedPool, MappedPool, MemoryPool
 from ...planning.cache import PlanCache
+from ...protocol import Verify
 
 _COMPILING = threading.Lock()
 """Threads that connect peers at once need the same kernels: one compiles them, and the others find them."""
@@ -19,11 +20,13 @@ class ReadPools:
     Args:
         pool: ours.
         kernels: that read it.
+        verify: how many segments this side wants compared.
     """
 
-    def __init__(self, pool: MemoryPool, kernels: Kernels) -> None:
+    def __init__(self, pool: MemoryPool, kernels: Kernels, verify: Verify) -> None:
         self._pool = pool
         self._kernels = kernels
+        self._verify: Verify = verify
         self._converted: PlanCache[CacheSpec, ConvertedPool] = PlanCache()
         self._lock = threading.Lock()
 
@@ -38,7 +41,8 @@ class ReadPools:
     def warm(self, spec: CacheSpec, mapped: MappedPool | None) -> None:
         """Compile what requests of a peer with this spec need, so that none of them waits. Blocks; on any thread.
 
-        That is the copies into its mapped pool, or else the gathers, which are ready unless they convert.
+        That is the copies into its mapped pool, or else the gathers, which are ready unless they convert. The same for
+        checksums, where this side wants segments compared.
         """
         kernels, pool = self._kernels, self.of(spec)
         if not isinstance(kernels, SupportsWarmUp):
@@ -48,3 +52,5 @@ class ReadPools:
                 kernels.warm_copy(pool, mapped)
             elif pool is not self._pool:
                 kernels.warm(pool)
+            if pool is not self._pool and self._verify != "off":
+                kernels.warm_checksum(pool)

@@ -8,6 +8,7 @@ from ... import arguments
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...kernels import Kernels, SupportsWarmUp, kernels_for
 from ...memory import Buffer, MemoryPool, new_buffer
+from ...protocol import Verify
 from ...staging import ALIGNMENT, StagingAllocator
 from ...transports import SupportsAllocate, Transport
 
@@ -36,11 +37,16 @@ def exposable(transport: Transport, buffers: list[Buffer]) -> bool:
     return isinstance(transport, SupportsAllocate) and all(transport.allocated(b) for b in buffers)
 
 
-def ready_kernels(pool: MemoryPool, kernels: Kernels | None) -> Kernels:
-    """The given kernels or the fastest for the pool's device, compiled: no request of this endpoint waits for that."""
+def ready_kernels(pool: MemoryPool, kernels: Kernels | None, verify: Verify) -> Kernels:
+    """The given kernels or the fastest for the pool's device, compiled: no request of this endpoint waits for that.
+
+    The checksums are, where this endpoint wants segments compared.
+    """
     chosen = kernels or kernels_for(pool.buffers[0].device)
     if isinstance(chosen, SupportsWarmUp):
         chosen.warm(pool)
+        if verify != "off":
+            chosen.warm_checksum(pool)
     return chosen
 
 
