@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from disagg_kv.protocol.frames import WireTable
+from tests.unit.endpoints import test_armed_bells as armed
+from tests.unit.endpoints import test_bells as bells
 from tests.unit.endpoints import test_early as early
 from tests.unit.protocol import test_page_runs as runs
 
-from .bugs import EARLY, TABLES
+from .bugs import BELLS, COPIES, EARLY, MOVER, TABLES
 from .planting import Mutant
 
 ARRIVALS = EARLY + "EarlyArrivals."
@@ -44,5 +46,18 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("the last run may overlap the first",
             TABLES + "_unfolded", "np.maximum.accumulate(ends_there)[:-1]", "ends_there[:-1]"),
      runs.test_a_run_may_not_lie_in_one_that_is_not_its_neighbour),
+    (Mutant("a launch that is dropped rings",
+            COPIES + "_take", "one.drop()",
+            "one.drop()\n        for post in one.posts:\n"
+            "            bell = one.room.machine.flows[post.transfer.to].bell(post.transfer.segment)\n"
+            "            if bell is not None:\n"
+            "                one.room.ring(bell)"),
+     armed.test_a_launch_that_is_dropped_rings_nothing),
+    (Mutant("rows that are compared are rung by the device",
+            MOVER + "_begin_moves", "if spec.summed is None:", "if True:"),
+     armed.test_rows_that_are_compared_are_not_rung_by_the_device),
+    (Mutant("blocks of bells of a process without a link are never used again",
+            BELLS + "BellBoard.parted", "self._free += self._of.pop(epoch, ())", "pass"),
+     bells.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),
 )  # fmt: skip
 """Each with the test that finds it, which needs no fixture."""

@@ -295,7 +295,9 @@ def test_blocks_of_a_process_whose_link_was_dropped_are_for_others() -> None:
     one, two = board.issue([A]), board.issue([A])
     board.take_back(one)
     board.parted(A)
-    (again,) = board.issue([B])
+    issued = board.issue([B])
+    assert len(issued) == 1, "the slots are lost"
+    again = issued[0]
     assert (again[0], again[2]) == (one[0][0], 1 + 2 * BLOCK)
     assert board.issue([B]) == ()
     board.take_back(two)
