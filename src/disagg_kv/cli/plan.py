@@ -15,6 +15,7 @@ from ..planning import Batch, CostModel, Groups, LayerRun, Pace
 from ..strategies import Explanation, LayerPipelined, PairCount, explain
 from .options import DecodePageSize, Layers, PageSize
 from .output import Json, JsonFlag, emit
+from .plan_lanes import PairChoice, chosen, hosts_of, planned
 
 MIB = 1 << 20
 SHOWN_PAIRS = 16
@@ -50,17 +51,27 @@ def plan(
         float | None, typer.Option(min=0, help="Microseconds to compute one layer of all these tokens.")
     ] = None,
     layer_group: Annotated[int | None, typer.Option(min=1, help="Layers per group; overrides every rule.")] = None,
-    maps: Annotated[bool, typer.Option("--maps", help="The transport maps memory of peers on one host.")] = False,
+    maps: Annotated[
+        bool, typer.Option("--maps", help="The transport maps decode's pool; with --transport: shm allocated the pool.")
+    ] = False,
+    transport: Annotated[
+        str | None, typer.Option(help="Transports, joined by +: show which of them each pair of ranks takes.")
+    ] = None,
+    prefill_hosts: Annotated[str, typer.Option(help="Hosts of the prefill ranks, joined by commas.")] = "a",
+    decode_hosts: Annotated[str, typer.Option(help="Hosts of the decode ranks; one name: all are there.")] = "a",
     as_json: JsonFlag = False,
 ) -> None:
     """Show what each path would post for one request, and which path ``auto`` selects."""
     spec = _spec(layers, kv_heads, head_dim, v_head_dim, mla_latent, dtype)
     into = _decoded(spec, dtype, decode_dtype, decode_scales)
+    prefills, decodes = ranks(spec, prefill_tp, prefill_pp), ranks(into, decode_tp, decode_pp)
+    lanes = None if transport is None else planned(transport)
+    hosts = hosts_of(prefill_hosts, len(prefills), "prefill"), hosts_of(decode_hosts, len(decodes), "decode")
     converted = ", ".join(sorted(conversions(spec, into))) or None
     found = explain(
         spec,
-        ranks(spec, prefill_tp, prefill_pp),
-        ranks(into, decode_tp, decode_pp),
+        prefills,
+        decodes,
         tokens,
         (page_size, decode_page_size or page_size),
         order=(order, decode_order or order),
@@ -70,12 +81,13 @@ def plan(
         decode_spec=into,
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
+    choices = None if lanes is None else chosen(found, lanes, hosts, maps)
     emit(
-        {**document(found, groups), "conversion": converted},
+        {**document(found, groups, choices), "conversion": converted},
         _paths(found),
         _pairs(found),
         Text(f"conversion, by prefill's kernel: {converted or 'none'}"),
-        Text(f"auto: {found.auto.reason}"),
+        Text(f"auto: {found.auto.reason}") if choices is None else _choices(choices),
         Text(f"layer_pipelined: {groups.count} groups of {groups.size} layers: {groups.reason}"),
         as_json=as_json,
     )
@@ -86,8 +98,11 @@ def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:
     return [shard(spec, tp=tp, rank=rank, layers=stage) for stage in stages(spec, pp) for rank in range(tp)]
 
 
-def document(found: Explanation, groups: Groups) -> dict[str, Json]:
-    """The explanation as JSON; a path that cannot has its reason in ``refused`` and nulls for numbers."""
+def document(found: Explanation, groups: Groups, choices: Sequence[PairChoice] | None = None) -> dict[str, Json]:
+    """The explanation as JSON; a path that cannot has its reason in ``refused`` and nulls for numbers.
+
+    With ``choices``, ``auto`` is by pair: ``transports`` has each.
+    """
     paths: dict[str, Json] = {
         name: {"descriptors": count, "bytes": found.nbytes, "refused": None}
         for name, count in found.descriptors.items()
@@ -98,7 +113,8 @@ def document(found: Explanation, groups: Groups) -> dict[str, Json]:
         "ok": True,
         "bytes": found.nbytes,
         "paths": paths,
-        "auto": {"path": found.auto.path, "reason": found.auto.reason},
+        "auto": {"path": found.auto.path, "reason": found.auto.reason} if choices is None else None,
+        "transports": None if choices is None else [_choice(one) for one in choices],
         "layer_pipelined": {"groups": groups.count, "layers": groups.size, "reason": groups.reason},
         "pairs": [_pair(pair) for pair in found.pairs],
     }
@@ -148,6 +164,27 @@ def _pair(pair: PairCount) -> dict[str, Json]:
         "descriptors": pair.descriptors,
         "refused": pair.refused,
     }
+
+
+def _choice(one: PairChoice) -> dict[str, Json]:
+    return {
+        "prefill_rank": one.pair.writer,
+        "decode_rank": one.pair.target,
+        "transport": one.lane or None,
+        "transport_reason": one.lane_reason,
+        "path": one.path or None,
+        "path_reason": one.reason,
+    }
+
+
+def _choices(choices: Sequence[PairChoice]) -> Table:
+    more = len(choices) - SHOWN_PAIRS
+    caption = f"and {more:,} more pairs: --json" if more > 0 else None
+    table = Table("prefill", "decode", "transport", "path", "", title="What each pair of ranks takes", caption=caption)
+    for one in choices[:SHOWN_PAIRS]:
+        why = Text(f"{one.lane_reason}; {one.reason}")
+        table.add_row(str(one.pair.writer), str(one.pair.target), one.lane or "-", one.path or "-", why)
+    return table
 
 
 def _paths(found: Explanation) -> Table:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 from attrs import field, frozen
 
 from ..errors import ConfigurationError
+
+GPU_COPY_BYTES_PER_S = 1.4e12
+"""Gathers and scatters of an H100, in bytes of the part; see "Gather and scatter on a GPU" among the benchmarks."""
 
 
 @frozen
@@ -59,6 +63,21 @@ class CostModel:
     round_trip_s: float = field(default=2e-4, validator=_positive)
     launch_s: float = field(default=2e-5, validator=_positive)
     mapped_share: float = field(default=0.9, validator=_positive)
+
+    @classmethod
+    def of_lane(cls, write_s: float, bytes_per_s: float, device: str, maps: bool) -> Self:
+        """Costs between two ranks.
+
+        Args:
+            write_s: as the transport states it.
+            bytes_per_s: the same.
+            device: of the pools.
+            maps: decode's pool is mapped. Copies into it then cost least at every size, and a rough rate of gathers
+                shall not decide otherwise for large requests.
+        """
+        if device.startswith("cuda") and not maps:
+            return cls(write_s=write_s, bytes_per_s=bytes_per_s, copy_bytes_per_s=GPU_COPY_BYTES_PER_S)
+        return cls(write_s=write_s, bytes_per_s=bytes_per_s)
 
     def estimate(self, path: str, descriptors: int, nbytes: int, segments: int = 0) -> Estimate:
         """Time of one path.

@@ -159,9 +159,12 @@ def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel)
     for writer in sorted({pair.writer for pair in pairs}):
         mine = [pair for pair in pairs if pair.writer == writer]
         descriptors, nbytes = (sum(pair.descriptors[path.name] for pair in mine), sum(pair.nbytes for pair in mine))
-        if copies_pages(path):
-            estimates.append(cost.estimate_mapped(path.name, descriptors, nbytes))
-            continue
-        segments = 0 if path.exposes_pages else sum(pair.segments for pair in mine)
-        estimates.append(cost.estimate(path.name, descriptors, nbytes, segments))
+        estimates.append(estimated(path, cost, descriptors, nbytes, sum(pair.segments for pair in mine)))
     return max(estimates, key=lambda e: e.seconds)
+
+
+def estimated(path: TransferPlanner, cost: CostModel, descriptors: int, nbytes: int, segments: int) -> Estimate:
+    """What a path takes, as a prefill endpoint estimates it."""
+    if copies_pages(path):
+        return cost.estimate_mapped(path.name, descriptors, nbytes)
+    return cost.estimate(path.name, descriptors, nbytes, 0 if path.exposes_pages else segments)

@@ -111,6 +111,8 @@ class NixlTransport:
         write_s=3e-6,
         bytes_per_s=8e9,
     )
+    gpu_caps = attrs.evolve(caps, write_s=5.5e-6, bytes_per_s=3.8e11)
+    """The same for memory of a GPU."""
 
     def __init__(
         self,
@@ -134,9 +136,7 @@ class NixlTransport:
         device = _device(cuda_device)
         options = {"ucx_error_handling_mode": error_mode, "num_threads": str(num_threads)} if backend == "UCX" else {}
         options |= backend_options or {}
-        self.caps = attrs.evolve(self.caps, drain_s=drain_s)
-        if device != "cpu":
-            self.caps = attrs.evolve(self.caps, write_s=5.5e-6, bytes_per_s=3.8e11)
+        self.caps = attrs.evolve(self.caps if device == "cpu" else self.gpu_caps, drain_s=drain_s)
         self._home = Home("this transport 'nixl'")
         self._me = Peer(uuid.uuid4().bytes)
         self._version = library.version

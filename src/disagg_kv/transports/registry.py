@@ -82,7 +82,7 @@ def transport(name: str, **options: object) -> Transport:
 
 
 def _one(name: str, options: Mapping[str, object]) -> Transport:
-    factory = _factory(name)
+    factory = factory_of(name)
     parameters = inspect.signature(factory).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -111,7 +111,7 @@ def _several(name: str, lanes: Sequence[str], options: Mapping[str, Mapping[str,
     if "" in lanes or len(set(lanes)) < len(lanes) or AUTO in lanes:
         raise ConfigurationError(f"transport {name!r}: names of different transports are needed between each {JOIN!r}")
     for lane in lanes:
-        _factory(lane)
+        factory_of(lane)
     made, left_out = _started(lanes, options, options)
     if not made:
         raise ConfigurationError(f"transport {name!r}: none of them starts here: {listed(left_out)}")
@@ -262,7 +262,13 @@ def _installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
-def _factory(name: str) -> Factory:
+def factory_of(name: str) -> Factory:
+    """What makes a transport: its class, or a function.
+
+    Raises:
+        UnknownNameError: no transport has that name.
+        ConfigurationError: a package's entry point cannot be loaded.
+    """
     if name in _registered:
         return _registered[name]
     if name in _BUILTIN:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from attrs import define
 
 from disagg_kv.cli.main import run
+from disagg_kv.transports import registry
 
 
 @define
@@ -175,3 +177,75 @@ def test_a_conversion_is_shown_halves_the_bytes_and_needs_a_kernel(cli: Cli) -> 
 )
 def test_a_conversion_that_there_is_not_is_an_error_that_says_why(cli: Cli, more: str, words: str) -> None:
     assert words in str(cli.plan(f"{BIG} {more}", 2))
+
+
+def pairs(found: dict[str, object]) -> list[dict[str, Any]]:
+    """What each pair of ranks takes."""
+    assert found["auto"] is None
+    chosen = found["transports"]
+    assert isinstance(chosen, list)
+    return chosen
+
+
+def test_each_pair_of_ranks_takes_the_first_transport_that_reaches_it(cli: Cli) -> None:
+    """Two decode ranks, of which one is on prefill's host: it is mapped there, and staged on the other host."""
+    found = cli.plan(f"{BIG} --prefill-tp 1 --decode-tp 2 --transport cuda_ipc+nixl --decode-hosts a,b")
+    near, far = pairs(found)
+    assert (near["prefill_rank"], near["decode_rank"], far["decode_rank"]) == (0, 0, 1)
+    assert (near["transport"], near["transport_reason"], near["path"]) == ("cuda_ipc", "the first lane", "mapped")
+    assert (far["transport"], far["path"]) == ("nixl", "staged")
+    assert far["transport_reason"] == "not cuda_ipc: the ranks are on different hosts"
+    assert "transport 'nixl' does not map memory of peers" in far["path_reason"]
+
+
+@pytest.mark.parametrize(("maps", "path"), [("", "staged"), ("--maps", "mapped")])
+def test_on_a_cpu_pages_are_written_to_only_if_the_transport_allocated_them(cli: Cli, maps: str, path: str) -> None:
+    near, far = pairs(cli.plan(f"{BIG} --decode-tp 2 --transport shm+nixl {maps} --decode-hosts a,b"))
+    assert [(one["transport"], one["path"]) for one in (near, far)] == [("shm", path), ("nixl", "staged")]
+    assert ("its pool is not the transport's own memory" in near["path_reason"]) is not bool(maps)
+
+
+def test_over_a_network_a_gpu_gathers_rather_than_posts_each_page(cli: Cli) -> None:
+    """Equal layouts: on a CPU the pages are written as they are."""
+    (gpu,) = pairs(cli.plan(f"{BIG} --transport cuda_ipc+nixl --decode-hosts b"))
+    (cpu,) = pairs(cli.plan(f"{BIG} --transport nixl --decode-hosts b"))
+    assert [(one["transport"], one["path"]) for one in (gpu, cpu)] == [("nixl", "staged"), ("nixl", "direct")]
+
+
+def test_a_pair_that_no_transport_reaches_says_why(cli: Cli) -> None:
+    """A transport of one host between two, one for another memory, and one of a single process."""
+    (one,) = pairs(cli.plan(f"{BIG} --transport inproc+shm+cuda_ipc --decode-hosts b"))
+    assert (one["transport"], one["path"]) == (None, None)
+    assert one["transport_reason"] == (
+        "not inproc: it moves memory of kind cpu; not shm: it moves memory of kind cpu; "
+        "not cuda_ipc: the ranks are on different hosts"
+    )
+    (one,) = pairs(cli.plan(f"{BIG} --transport inproc+shm"))
+    assert (one["transport"], one["transport_reason"]) == ("shm", "not inproc: it reaches only peers of its process")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("--transport pigeon", "unknown transport 'pigeon'"),
+        ("--transport auto", "takes what starts on a host"),
+        ("--transport shm --prefill-hosts a,b", "--prefill-hosts 'a,b': one host, or one for each of the 4 ranks"),
+        ("--transport shm --decode-hosts a,", "--decode-hosts 'a,'"),
+        ("--transport made", "known only once it is started"),
+    ],
+)
+def test_transports_and_hosts_that_cannot_be_are_refused(
+    cli: Cli, line: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {"made": lambda: None})
+    assert why in str(cli.plan(f"{BIG} --prefill-tp 4 {line}", code=2))
+
+
+def test_people_see_each_pair_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of many pairs the first ones."""
+    more = "--prefill-tp 8 --decode-tp 8 --decode-pp 4 --transport shm+nixl"
+    assert run(["plan", *BIG.split(), *more.split()]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "What each pair of ranks takes" in text
+    assert "and 16 more pairs: --json" in text
+    assert "auto:" not in text

@@ -55,3 +55,19 @@ def test_costs_are_positive() -> None:
     """A rate of zero would make every path equally endless."""
     with pytest.raises(ConfigurationError, match="cost model: bytes_per_s must be positive, not 0"):
         CostModel(bytes_per_s=0)
+
+
+@pytest.mark.parametrize(("device", "path"), [("cuda:0", "staged"), ("cpu", "direct")])
+def test_a_gpu_gathers_faster_than_a_network_takes_many_writes(device: str, path: str) -> None:
+    """1 GiB in 16,384 pieces: a copy on a GPU takes a millisecond, and each piece microseconds."""
+    costs = CostModel.of_lane(5.5e-6, 3.8e11, device, maps=False)
+    estimates = [costs.estimate("direct", 16_384, 1 << 30), costs.estimate("staged", 17, 1 << 30, segments=17)]
+    assert choose(estimates, {}).path == path
+
+
+def test_where_a_pool_is_mapped_a_gpu_copies_into_it_at_every_size() -> None:
+    costs = CostModel.of_lane(1.5e-6, 3.8e11, "cuda:0", maps=True)
+    for size in (1 << 20, 1 << 28, 1 << 32):
+        segments = max(1, size >> 26)
+        mapped = costs.estimate_mapped("mapped", segments, size)
+        assert choose([mapped, costs.estimate("staged", segments, size, segments)], {}).path == "mapped"

@@ -174,7 +174,7 @@ class Router:
         unmapped = mapping.refused if mapping.pool is None else None
         request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped)
         lane = self._lane(remote.epoch)
-        costs = CostModel(write_s=lane.caps.write_s, bytes_per_s=lane.caps.bytes_per_s)
+        costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, unmapped is None)
         path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
         pulled = pulls_pages(path)
         if not path.exposes_pages and not pulled and stuck >= quota:
