@@ -126,3 +126,57 @@ def gpu_launch(found: Found) -> str:
     ]
     head = ["us, p50 / p95; beside", "the engine's call", "the driver's call alone", "Triton's launcher alone"]
     return table([head, *rows])
+
+
+def gpu_paths_of_two(found: Found) -> str:
+    """Every case of transfers between two GPUs: each path, and its share of a plain copy, until decode knows."""
+    cases: dict[tuple[object, ...], dict[str, Found]] = {}
+    for case in found["cases"]:
+        told = tuple(case.get(name) for name in ("tp", "bytes", "programs", "busy", "switch_us", "wire_GB_per_s"))
+        cases.setdefault((*told, "decode_step_us" in case), {})[case["strategy"]] = case
+    strategies = list(dict.fromkeys(case["strategy"] for case in found["cases"]))
+
+    def cell(case: Found | None) -> str:
+        if case is None:
+            return ""
+        if "error" in case:
+            return "failed"
+        return f"{case['total_us']:,.0f} / {case['total_p95_us']:,.0f} ({case['copies_us'] / case['total_us']:.0%})"
+
+    def rows() -> Iterator[list[str]]:
+        for of in cases.values():
+            one = next(iter(of.values()))
+            extra = [
+                f"{one['programs']} programs" if one["programs"] else "",
+                "busy" if one["busy"] else "",
+                f"switch interval {one['switch_us']} us" if one["switch_us"] else "",
+                f"wire of {one['wire_GB_per_s']:g} GB/s" if one["wire_GB_per_s"] else "",
+                "decode steps" if "decode_step_us" in one else "",
+            ]
+            said = ", ".join([f"TP {one['tp']}, {one['bytes'] >> 20:,} MiB", *filter(None, extra)])
+            yield [said, f"{one['copies_us']:,.0f}", *(cell(of.get(name)) for name in strategies)]
+
+    head = ["us, p50 / p95 (share of the copy)", "plain copy", *strategies]
+    steps = [c for c in found["cases"] if "decode_step_us" in c]
+    lines = [f"{found['settings']['repeats']} repeats in turns; pages of {found['pages'][0]} into {found['pages'][1]}."]
+    for case in steps:
+        beside, alone = case["decode_step_us"], case["decode_step_alone_us"]
+        lines.append(
+            f"Decode's steps beside `{case['strategy']}`: {beside[0]:,.0f} / {beside[1]:,.0f} us, "
+            f"before it {alone[0]:,.0f} / {alone[1]:,.0f} us."
+        )
+    return "\n\n".join(["\n".join(lines), table([head, *rows()])])
+
+
+def gpu_instead(found: Found) -> str:
+    """What a user would take instead, for the same pages."""
+    ways = ("copy_us", "mapped_bells_us", "mapped_us", "staged_us", "nixl_us", "nccl_us")
+    head = ["us, median", "plain copy", "mapped, bells", "mapped", "staged", "NIXL, a descriptor a page", "NCCL"]
+    rows = (
+        [
+            f"{row['tokens']:,} tokens, pages of {row['page']}",
+            *(f"{row[way]:,.0f}" if way in row else "" for way in ways),
+        ]
+        for row in found["rows"]
+    )
+    return table([head, *rows])

@@ -16,7 +16,15 @@ from pathlib import Path
 from benchmarks.convert_tables import converted
 from benchmarks.engine_tables import sglang, vllm
 from benchmarks.fleet_tables import fleet, links, scale
-from benchmarks.mapped_tables import bells, gpu_busy, gpu_launch, gpu_mapped, gpu_proof
+from benchmarks.mapped_tables import (
+    bells,
+    gpu_busy,
+    gpu_instead,
+    gpu_launch,
+    gpu_mapped,
+    gpu_paths_of_two,
+    gpu_proof,
+)
 from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
@@ -563,6 +571,8 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer.json, two paths": gpu_paths,
     "h100_convert.json": converted,
     "h100_mapped.json": gpu_mapped,
+    "h200_mapped.json": gpu_paths_of_two,
+    "h200_instead.json": gpu_instead,
     "h100_mapped_proof.json": gpu_proof,
     "cpu_bells.json": bells,
     "h100_busy.json": gpu_busy,
