@@ -41,7 +41,7 @@ def content(number: int) -> int:
 def pool(buffer: Buffer) -> PagedPool:
     """32 pages of 1 MiB each."""
     spec, plane = CacheSpec.mla(1, PAGE, "uint8"), Plane(LayerId(0), "latent", KV, 0, 0, PAGE, PAGE, PAGE)
-    return PagedPool.adopt(spec, shard(spec), [Group(KV, PAGES, 1)], [plane], [buffer])
+    return PagedPool.adopt(spec, shard(spec), [Group(KV, rows_per_page=1, pages=PAGES)], [plane], [buffer])
 
 
 def memory() -> tuple[torch.Tensor, Buffer]:

@@ -32,11 +32,12 @@ class PostedCommands:
         self._loop.post(partial(self._side.expect, key, wanted))
 
     def rang(self, key: RoomKey, handle: ReceptionHandle) -> float:
-        """The bells of a room were seen."""
+        """The bells of a room were seen. The frames that follow wake the endpoint's thread: the engine need not."""
+        now = self._loop.clock()
         self._side.changed(handle)
         with suppress(EndpointBrokenError):  # it ends the room as the engine has seen it
-            self._loop.post(partial(self._side.rang, key))
-        return self._loop.clock()
+            self._loop.post(partial(self._side.rang, key), wake=False)
+        return now
 
     def abort(self, key: RoomKey, error: AbortedError) -> None:
         """Give a room up."""
