@@ -41,9 +41,6 @@ cores are many, and bells are noticed when it looks."""
 SELDOM_S = 0.002
 """The same where the end is not measured: each look takes time from the ranks that still work."""
 
-BELLS = 512
-"""Blocks of slots of a decode rank that has bells."""
-
 BUSY_S = 0.001
 """Seconds for which an engine thread that is busy keeps the interpreter."""
 
@@ -382,7 +379,7 @@ def _how(shape: TransferShape, name: str) -> _How:
 
 def _options(shape: TransferShape, name: str) -> Options:
     """Silence is no end here: the benchmark sees when a rank ends, and a busy host may not let one speak in time."""
-    bells = BELLS if name in shape.belled.values() else 0
+    bells = Options().bells if name in shape.belled.values() else 0
     silence_s, most_s = max(shape.timeout_s, Options().silence_s), shape.timeout_s
     return Options(silence_s=silence_s, total_s=most_s, claim_s=most_s, bells=bells)
 

@@ -93,7 +93,7 @@ class Options:
     table_part: int = MAX_TABLE
     request_pages: int = 1 << 22
     linger_s: float = 0.002
-    bells: int = 0
+    bells: int = 512
     peers: int = 16_384
     link_bytes: int = 128 << 20
     link_descriptors: int | None = None

@@ -12,7 +12,7 @@ from disagg_kv.errors import ConfigurationError, DeadlineError, GeometryError, L
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId
 from disagg_kv.planning import Groups, LayerRun, Pace
-from disagg_kv.protocol import Codec, Phase, RoomFrame
+from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
 from disagg_kv.strategies import Feature, LayerPipelined
 from disagg_kv.trace import chrome_trace
 from disagg_kv.transports import InprocTransport, emulate
@@ -74,9 +74,9 @@ SPLITS = {
     [*((split, path) for split in SPLITS for path in ("staged", "slice", "mapped")), ("equal", "direct")],
 )
 def test_groups_cross_before_the_pass_ends(split: str, path: str) -> None:
-    """Each group of layers lands while later ones hold poison; chunks are grouped one by one."""
+    """Each group of layers lands while later ones hold poison; chunks are grouped one by one. Frames end the room."""
     spec, source, target = SPLITS[split]
-    rig = Rig(spec)
+    rig = Rig(spec, options=Options(bells=0))
     prefills = rig.prefill(
         tp_shards(spec, *source), strategy=f"{path}+layer_pipelined", schedule=LayerPipelined(fixed=1)
     )

@@ -117,7 +117,7 @@ def world(
         channels.append(kind(inner))
         return channels[-1]
 
-    rig = Rig(SPEC, options=Options(linger_s=linger_s))
+    rig = Rig(SPEC, options=Options(linger_s=linger_s, bells=0))
     memory = Memory(transport=transport, page_size=8, channel=noting)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=strategy, slot_bytes=8 * ROW_BYTES, slots=64)
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy=strategy, kernels=PreparingKernels())
