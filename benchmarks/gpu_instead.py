@@ -3,7 +3,7 @@
 Prints one JSON document. 32 layers, 8 heads of 128, bf16: 128 KiB a token, in pages in random order. Medians:
 
 * ``mapped_us``, ``staged_us``: ``disagg-kv bench transfer`` over ``cuda_ipc``, from ``send_chunk`` until decode knows;
-  ``mapped_bells_us``: where bells tell it.
+  ``mapped_bells_us``: from bells.
 * ``nixl_us``: the decode process reads with one descriptor per page and layer, which both sides have prepared
   (``prep_xfer_dlist``), as vLLM's NixlConnector does: from ``make_prepped_xfer`` until the state is DONE.
 * ``nccl_us``: ``index_select`` of each layer into one buffer, ``send`` and ``recv``, ``index_copy_`` into each layer,
@@ -247,6 +247,7 @@ def main() -> None:
         json.dumps(
             {
                 "command": "python -m benchmarks.gpu_instead",
+                "gpu": seen[0].split(",")[0] if seen else None,
                 "gpus": [line.split(",")[0] for line in seen],
                 "driver": seen[0].split(",")[1].strip() if seen else "none",
                 "commit": given.commit,

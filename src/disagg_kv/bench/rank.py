@@ -18,6 +18,7 @@ from ..channels import UnixChannel
 from ..endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
 from ..endpoints.prefill.handle import ForwardPass
 from ..endpoints.runtime.handle import RoomHandle
+from ..endpoints.runtime.thread import sleep_exactly
 from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
 from ..ids import GroupId, RegionId, RoomId, room_name
@@ -35,8 +36,10 @@ from .shape import WIRE, Role, TransferShape
 from .timing import Queued, Still, Timed
 
 LOOK_S = 0.0005
-"""How often a rank looks whether its room has ended. On a GPU, decode looks all the time, as an idle engine's loop: its
-cores are many, and bells are noticed when it looks."""
+"""How often a rank looks whether its room has ended."""
+
+QUICK_S = 20e-6
+"""The same of decode ranks on GPUs: bells are noticed when the engine looks, and hosts of GPUs have many cores."""
 
 SELDOM_S = 0.002
 """The same where the end is not measured: each look takes time from the ranks that still work."""
@@ -256,7 +259,7 @@ class DecodeRank:
     def __init__(self, setup: Setup) -> None:
         shape, shards = setup.shape, setup.shape.shards("decode")
         self._shape = shape
-        self._look_s = LOOK_S if setup.device == "cpu" else 0.0
+        self._look_s = LOOK_S if setup.device == "cpu" else QUICK_S
         self._load = DecodeLoad(setup.device) if shape.decode_load else None
         self._alone: tuple[float, ...] = ()
         self._ids = page_ids(shape, "decode", setup.rank)
@@ -418,6 +421,7 @@ def attend(pipe: Connection, device: str, make: Callable[[], Served]) -> None:
         torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(device)
+        sleep_exactly()
     with suppress(EOFError, ConnectionError):
         try:
             rank = make()
@@ -459,8 +463,7 @@ def wait_until(
 ) -> None:
     """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time.
 
-    ``busy``: look all the time, in Python, and give the interpreter away once in :data:`BUSY_S`. With pauses of 0 it is
-    given away at each look.
+    ``busy``: look all the time, in Python, and give the interpreter away once in :data:`BUSY_S`.
     """
     until = time.monotonic() + timeout_s
     while not good():

@@ -21,7 +21,7 @@ STEP_S = 1.0
 """The longest single wait; whatever happens wakes the thread earlier."""
 
 
-def _sleep_exactly() -> None:
+def sleep_exactly() -> None:
     """Linux wakes a thread up to 50 us late to save power, as long as a pause of ours; this thread wakes in time."""
     with suppress(OSError, AttributeError):  # no Linux
         ctypes.CDLL(None).prctl(_TIMER_SLACK, 1)
@@ -97,7 +97,7 @@ class EndpointThread:
 
     def _run(self) -> None:
         if self.loop.idle.linger_s:
-            _sleep_exactly()
+            sleep_exactly()
         self._stepped_by = threading.get_ident()
         while self._asked.empty() and self.loop.failures.broken is None:
             self._step(STEP_S)
