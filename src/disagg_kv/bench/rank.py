@@ -27,7 +27,7 @@ from ..kernels.tensors import plane_of
 from ..memory import Event, PagedPool
 from ..protocol import Options, Phase, Verify
 from ..rendezvous import Source, StaticRendezvous
-from ..strategies import LayerPipelined, Schedule, strategy
+from ..strategies import LayerPipelined, Schedule, paths, pulls_pages, strategy
 from ..transports import SupportsAllocate, Transport, between_processes, emulate
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, blank, fill, page_ids, poison, wrong
@@ -142,20 +142,29 @@ class PrefillRank:
         self._shape = shape
         self._ids = page_ids(shape, "prefill", setup.rank)
         size, layout = shape.pages("prefill")
-        self._pool = PagedPool.allocate(
-            shape.spec(),
-            shards[setup.rank],
-            pages=len(self._ids) + SPARE,
-            page_size=size,
-            layout=layout,
-            device=setup.device,
-        )
-        fill(self._pool, shape, self._ids)
+
+        def filled(carrier: object) -> PagedPool:
+            pool = PagedPool.allocate(
+                shape.spec(),
+                shards[setup.rank],
+                pages=len(self._ids) + SPARE,
+                page_size=size,
+                layout=layout,
+                allocator=carrier.allocate if isinstance(carrier, SupportsAllocate) else None,
+                device=setup.device,
+            )
+            fill(pool, shape, self._ids)
+            return pool
+
+        self._pool = filled(None)
+        carriers = {name: _wire(setup) for name in shape.runs}
+        # What decode maps has to be the transport's own memory, where the transport allocates.
+        pools = {name: filled(carriers[name]) if _pulled(shape, name) else self._pool for name in shape.runs}
         self._channels = {name: Timed(UnixChannel(setup.address("prefill", setup.rank, name))) for name in shape.runs}
         self._ends = {
             name: PrefillEndpoint(
-                self._pool,
-                transport=_wire(setup),
+                pools[name],
+                transport=carriers[name],
                 channel=self._channels[name],
                 rendezvous=setup.everybody(name),
                 instance="prefill",
@@ -378,6 +387,12 @@ def _how(shape: TransferShape, name: str) -> _How:
     if shape.programs is not None:
         how["kernels"] = TritonKernels(shape.programs)
     return how
+
+
+def _pulled(shape: TransferShape, name: str) -> bool:
+    """Whether decode reads the pages of prefill in one of the shape's runs."""
+    path = strategy(_how(shape, name)["strategy"]).path
+    return path in paths() and pulls_pages(paths()[path])
 
 
 def _options(shape: TransferShape, name: str) -> Options:
