@@ -110,6 +110,7 @@ def test_who_hears_a_bell_finds_the_bytes(pipe: Connection, prepared: bool) -> N
         bell = bells.arm(number % SLOTS, number, RECORD, device())
         assert bell is not None, "the driver lets no stream of this GPU ring"
         armed = kernels.prepare_copy([move], [bell]) if prepared else None
+        assert (armed is not None) == prepared
         pipe.send(number)
         tensor.fill_(content(number))
         final = torch.cuda.Event()
