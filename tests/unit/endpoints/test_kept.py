@@ -27,7 +27,7 @@ from disagg_kv.prefix import CachedChecksums, Claim, HashPrefixIndex, PageAlloca
 from disagg_kv.protocol import Phase, Verify
 from disagg_kv.rendezvous import Source
 from tests.support.rig import KV, Member, Memory, Rig, Truth, put, tp_shards
-from tests.support.rig_parts import CountingKernels
+from tests.support.rig_parts import CountingKernels, Flag
 
 SPEC = CacheSpec.kv(3, 4, 8, "float16")
 ROW_BYTES = 3 * 2 * 4 * 16
@@ -116,6 +116,27 @@ def test_what_is_held_and_has_not_changed_passes(path: str) -> None:
     assert len(held.kernels.checksums) == 2 * (1 + receives[0].report.segments), "one launch each for what is held"
     assert [claim.rows for claim in claims] == [24, 24]
     held.rig.quiet()
+
+
+def test_rooms_whose_pages_are_ready_in_one_step_are_all_compared() -> None:
+    """One of them has held pages, and the other has none."""
+    rig = Rig(SPEC)
+    rig.prefill(tp_shards(SPEC, 1), strategy="slice+incremental")
+    (decode,) = rig.decode(tp_shards(SPEC, 1), strategy="slice+incremental", verify=FULL)
+    table, ready = PageTable(KV, np.array([9, 2, 7], np.int32)), Flag()
+    put(decode.pool, table, 0, 12, rig.truth(12))
+    sums = page_sums(CpuKernels(), decode.pool, table, range(3)).read()
+    held = Expectation(16, [PageTable(KV, [1], 12)], held={KV: 12}, kept=[CachedPages(table, sums)], ready=ready)
+    first, second = (rig.request(name, rig.prefills, rig.decodes, 16).open_decode().receives[0] for name in "ab")
+    first.expect(held)
+    second.expect(Expectation(16, [PageTable(KV, [3, 4, 5, 6])], ready=ready))
+    rig.wait(0.1)
+    assert not any("checksum" in one.report.seconds for one in (first, second))
+    ready.fired = True
+    rig.wait(0.1)
+    assert "checksum" in first.report.seconds
+    assert not decode.observer.counters["errors.unforeseen"]
+    assert [one.phase for one in (first, second)] == [Phase.WAITING] * 2
 
 
 @pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])

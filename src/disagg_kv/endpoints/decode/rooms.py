@@ -14,7 +14,6 @@ from ...memory import Buffer, MemoryPool
 from ...planning import InstancePlans, Segment
 from ...protocol import (
     AskAgain,
-    Awaited,
     Cancel,
     CastVote,
     Decided,
@@ -39,18 +38,14 @@ from ...protocol import (
     Store,
     Tick,
     Verify,
-    verified,
 )
 from ...protocol.frames import Done, WirePace
 from ...protocol.machine import ours
-from ...protocol.page_runs import tables_to_wire
 from ...protocol.timers import Timers
 from ...rendezvous import Source
 from ...staging import GrantQueue, Lease
-from ...strategies import TransferPlanner
 from ...trace import Span
 from ...transports import Settled, WriteEnded
-from ..kept_pages import CachedPagesCheck
 from ..runtime.budget import Budget
 from ..runtime.directory import LookupResult
 from ..runtime.event_loop import EventLoop
@@ -63,13 +58,14 @@ from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
 from .ended import answer_ended
+from .expecting import PendingExpectations
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
 from .pulls import PullQueue
 from .quarantine import check_quarantine
 from .rate_limit import RateLimiter
 from .receipts import Receipts
-from .room import DecodeRoom, PagesReady
+from .room import DecodeRoom
 from .room_bells import RoomBells
 from .scatter import ScatterQueue
 
@@ -99,11 +95,9 @@ class DecodeSide:
         self._pool = pool
         self._ring = ring
         self._queue = queue
-        self._kernels = kernels
         self._exposed = exposed
         self._changes = changes
-        self._verify: Verify = verify
-        self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
+        self._expectations = PendingExpectations(loop, pool, kernels, exposed, verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
@@ -111,13 +105,11 @@ class DecodeSide:
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._pulls = PullQueue(loop, pool, kernels, self._scatters.pair, pace)
         self._receipts = Receipts(loop.send)
-        self._checking: list[DecodeRoom] = []
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
         self._handling = False
         self._cancelled = CancelledBeforeOpen(loop)
         self._page_bytes = pool.site.page_bytes
-        self._noted_pages = False
         self._timers: Timers[RoomKey] = Timers()
         self._silences = Silences(loop.peers, loop.options.silence_s)
         self.bells = RoomBells(board, loop.me.life.process.host)
@@ -153,77 +145,15 @@ class DecodeSide:
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Rows are awaited."""
         room = self._rooms.get(key)
-        if room is None:
-            return
-        room.wanted, room.ready = wanted, wanted.ready
-        if room.ready is not None and room.machine.error is None and (self._exposed or self._compares(room, wanted)):
-            self._check(room, PagesReady(room))
-        else:
-            self._compare_kept(room, wanted)
+        if room is not None:
+            self._expectations.add(room, wanted)
+            self._ask()
 
-    def _compares(self, room: DecodeRoom, wanted: CheckedExpectation) -> bool:
-        """Whether cached pages are compared before prefill is asked for rows."""
-        return bool(wanted.kept) and verified(room.key.room, Segment(0, wanted.start, 0, 0), self._verify)
-
-    def _compare_kept(self, room: DecodeRoom, wanted: CheckedExpectation) -> None:
-        if room.machine.error is None and self._compares(room, wanted):
-            self._check(room, CachedPagesCheck(room.name, self._kernels, self._pool, wanted.kept))
-        else:
-            self._await(room, wanted)
-
-    def _check(self, room: DecodeRoom, check: CachedPagesCheck | PagesReady) -> None:
-        room.checking = check
-        self._checking.append(room)
-        self._run_checks()
-
-    def _run_checks(self) -> None:
+    def _ask(self) -> None:
         """Ask prefill for rows once a room's pages may be written, and those that it builds on have been compared."""
-        for room in list(self._checking):
-            check = room.checking
-            assert check is not None
-            assert room.wanted is not None
-            began = self._loop.clock()
-            error: DisaggKVError | None = None
-            try:
-                if not check.done():
-                    continue
-            except DisaggKVError as exc:
-                error = exc
-            self._checking.remove(room)
-            room.checking = None
-            if isinstance(check, CachedPagesCheck):
-                room.handle.report.spend("checksum", self._loop.clock() - began)
-            if error is not None:
-                self._handle(room, Cancel(error))
-            elif room.machine.error is None and isinstance(check, PagesReady):
-                self._compare_kept(room, room.wanted)
-            elif room.machine.error is None:
-                self._await(room, room.wanted)
+        for room, event in self._expectations.ended():
+            self._handle(room, event)
             self._publish(room)
-
-    def _await(self, room: DecodeRoom, wanted: CheckedExpectation) -> None:
-        named, most = sum(len(t.pages) for t in wanted.tables.values()), self._loop.options.request_pages
-        exposed = self._exposed and named <= most
-        if self._exposed and not exposed:
-            self._loop.observer.count("rooms.too_many_pages")
-            self._note_pages(room, named)
-        paths = tuple(p.name for p in self._paths.values() if exposed or not p.exposes_pages)
-        if not paths:
-            self._handle(room, Cancel(OversizeError("the page ids that a request may name", named, most)))
-            return
-        tables = tables_to_wire(wanted.tables.values()) if exposed else None
-        aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
-        rows = (wanted.start, wanted.stop, wanted.most)
-        self._handle(room, Awaited(*rows, paths, tables, self._verify, aux_bytes, wanted.least))
-
-    def _note_pages(self, room: DecodeRoom, named: int) -> None:
-        """Note in the report, and once in the log, that a room has more pages than a request may name."""
-        most = self._loop.options.request_pages
-        pages = f"{named} pages are more than the {most} that a request may name (request_pages)"
-        room.handle.report.reason = f"staged: {pages}"
-        if not self._noted_pages:
-            self._noted_pages = True
-            log.warning("%s: %s, so they are not exposed; later rooms are only counted", room.name, pages)
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
@@ -471,11 +401,12 @@ class DecodeSide:
         """Finish scatters, start those that are due, and prepare one that follows."""
         if self._receipts.waiting:
             self._receipts.flush()
-        self._run_checks()
+        if self._expectations:
+            self._ask()
         pulling = self._pull() if self._pulls.active else False
         scatters = self._scatters
         if not scatters.active:
-            return pulling or bool(self._checking)
+            return pulling or bool(self._expectations)
         budget = Budget(self._loop.clock, self._loop.most)
         scatters.look()
         # First, so that a GPU has something to do while this thread acts on those that have ended.
@@ -483,7 +414,7 @@ class DecodeSide:
             self._take_scattered()
         self._take_scattered()
         scatters.prepare_one()
-        return scatters.waits or budget.spent or pulling or bool(self._checking)
+        return scatters.waits or budget.spent or pulling or bool(self._expectations)
 
     def _pull(self) -> bool:
         """Go on with pulls, and act on those that have ended; True while one runs, or is left for the next step."""

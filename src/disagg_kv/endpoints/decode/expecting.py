@@ -1,0 +1,118 @@
+"""What comes before prefill is asked for rows: decode's pages may be written, and held ones are what they were."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from ...errors import DisaggKVError, OversizeError
+from ...kernels import Kernels
+from ...memory import MemoryPool
+from ...planning import Segment
+from ...protocol import Awaited, Cancel, Verify, verified
+from ...protocol.page_runs import tables_to_wire
+from ..kept_pages import CachedPagesCheck
+from ..runtime.event_loop import EventLoop
+from .handle import CheckedExpectation
+from .room import DecodeRoom, PagesReady
+
+log = logging.getLogger("disagg_kv")
+
+
+class PendingExpectations:
+    """Rooms that await rows, until prefill may be asked. Runs on the endpoint's thread only.
+
+    Where pages are exposed, or held ones compared, that is once the engine's event for them has happened. Held pages
+    are compared after it, in a check of their own.
+
+    Args:
+        loop: the endpoint's.
+        pool: ours.
+        kernels: they sum held pages.
+        exposed: whether peers may write to pages.
+        verify: how much is compared.
+    """
+
+    def __init__(self, loop: EventLoop, pool: MemoryPool, kernels: Kernels, exposed: bool, verify: Verify) -> None:
+        self._loop = loop
+        self._pool = pool
+        self._kernels = kernels
+        self._exposed = exposed
+        self._verify: Verify = verify
+        self._rooms: list[DecodeRoom] = []
+        self._noted_pages = False
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def add(self, room: DecodeRoom, wanted: CheckedExpectation) -> None:
+        """Rows are awaited; :meth:`ended` gives the room, at once where nothing has to come first."""
+        room.wanted, room.ready = wanted, wanted.ready
+        if room.machine.error is None and room.ready is not None and (self._exposed or self._compares(room)):
+            room.checking = PagesReady(room)
+        else:
+            self._compare(room)
+        self._rooms.append(room)
+
+    def _compare(self, room: DecodeRoom) -> None:
+        if room.machine.error is None and room.wanted is not None and self._compares(room):
+            room.checking = CachedPagesCheck(room.name, self._kernels, self._pool, room.wanted.kept)
+
+    def _compares(self, room: DecodeRoom) -> bool:
+        """Whether held pages are compared before prefill is asked for rows."""
+        wanted = room.wanted
+        assert wanted is not None
+        return bool(wanted.kept) and verified(room.key.room, Segment(0, wanted.start, 0, 0), self._verify)
+
+    def ended(self) -> Iterator[tuple[DecodeRoom, Awaited | Cancel]]:
+        """Go on with all; gives each for which nothing more has to come first, and the event for its machine."""
+        for room in list(self._rooms):
+            error: DisaggKVError | None = None
+            try:
+                if not self._look(room):
+                    continue
+            except DisaggKVError as exc:
+                error = exc
+            self._rooms.remove(room)
+            room.checking = None
+            yield room, self._awaited(room) if error is None else Cancel(error)
+
+    def _look(self, room: DecodeRoom) -> bool:
+        """Go on with the checks of one room; True once all have ended well."""
+        while (check := room.checking) is not None:
+            began = self._loop.clock()
+            try:
+                if not check.done():
+                    return False
+            finally:
+                if isinstance(check, CachedPagesCheck):
+                    room.handle.report.spend("checksum", self._loop.clock() - began)
+            room.checking = None
+            if isinstance(check, PagesReady):
+                self._compare(room)
+        return True
+
+    def _awaited(self, room: DecodeRoom) -> Awaited | Cancel:
+        wanted, most = room.wanted, self._loop.options.request_pages
+        assert wanted is not None
+        named = sum(len(t.pages) for t in wanted.tables.values())
+        exposed = self._exposed and named <= most
+        if self._exposed and not exposed:
+            self._loop.observer.count("rooms.too_many_pages")
+            self._note_pages(room, named)
+        paths = tuple(p.name for p in self._loop.me.paths if exposed or not p.exposes_pages)
+        if not paths:
+            return Cancel(OversizeError("the page ids that a request may name", named, most))
+        tables = tables_to_wire(wanted.tables.values()) if exposed else None
+        aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
+        rows = (wanted.start, wanted.stop, wanted.most)
+        return Awaited(*rows, paths, tables, self._verify, aux_bytes, wanted.least)
+
+    def _note_pages(self, room: DecodeRoom, named: int) -> None:
+        """Note in the report, and once in the log, that a room has more pages than a request may name."""
+        most = self._loop.options.request_pages
+        pages = f"{named} pages are more than the {most} that a request may name (request_pages)"
+        room.handle.report.reason = f"staged: {pages}"
+        if not self._noted_pages:
+            self._noted_pages = True
+            log.warning("%s: %s, so they are not exposed; later rooms are only counted", room.name, pages)
