@@ -117,6 +117,8 @@ BUGS: Sequence[Mutant] = (
            EARLY + "EarlyArrivals.put", "if part.offset == there:", "if part.offset <= there:"),
     Mutant("page tables count as whole before their last part has come",
            EARLY + "_Early.missing", "len(self.data) < self.size", "len(self.data) + 4 < self.size"),
+    Mutant("what is forgotten after its time keeps its place",
+           EARLY + "EarlyArrivals.expire", "self._pop(*key)", "self._waiting.pop(key)"),
     Mutant("parts that were lost are not sent again",
            "protocol.parts:Parts.restart", "self._taken = self._sent =", "self._taken ="),
     Mutant("a room begins before its page tables are there",

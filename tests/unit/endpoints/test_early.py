@@ -63,6 +63,7 @@ def test_open_rooms_wait_for_their_tables_whatever_is_parked() -> None:
     early.expire(2.0)
     assert (len(early), early.next_at()) == (0, None)
     assert early.add(expect(8, 100), 3.0, alone=True), "all places are free again"
+    early.check_integrity()
 
 
 def test_the_number_of_those_that_are_parked_is_bounded_apart() -> None:

@@ -179,6 +179,18 @@ class EarlyArrivals:
         """When the next one is forgotten; None: none waits."""
         return next(iter(self._waiting.values())).until if self._waiting else None
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError if places and pages that are taken are not those of what waits."""
+        parked = [early.expect for early in self._waiting.values() if not early.opened]
+        opened = [early.expect for early in self._waiting.values() if early.opened]
+        assert set(self._waiting) == {(room, peer) for room, peers in self._by_room.items() for peer in peers}
+        assert (self._parked, self._pages) == (len(parked), sum(map(_pages, parked)))
+        assert self._held == Counter(Epoch(expect.src) for expect in parked)
+        assert sum(self._held_pages.values()) == self._pages
+        assert self._opened_pages == sum(map(_pages, opened))
+        assert self._opened == Counter(Epoch(expect.src) for expect in opened)
+        assert all(len(early.data) <= early.size for early in self._waiting.values())
+
 
 def _pages(expect: Expect) -> int:
     return named(expect.tables or ())

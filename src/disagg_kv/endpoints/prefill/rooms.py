@@ -590,6 +590,7 @@ class PrefillSide:
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self.transfers.check_integrity()
+        self._early.check_integrity()
         hopeful = {room for room in self._rooms.values() if room.machine.error is None}
         self.transfers.prepared.check_integrity(hopeful)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
