@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from ...errors import ConfigurationError
-from ...strategies import AUTO, PER_CHUNK, paths, strategy
+from ...strategies import AUTO, PER_CHUNK, paths, pulls_pages, strategy
 from ..opening import selecting
 from ..options import EngineOptions
 
@@ -20,7 +20,7 @@ VARIABLE = "DISAGG_KV_SGLANG"
 class SGLangOptions(EngineOptions):
     """Options of the plug-in; see :class:`~disagg_kv.engines.options.EngineOptions`.
 
-    SGLang frees pages by its own clock. So only paths are accepted under which no peer writes into pages.
+    SGLang frees pages by its own clock. So only paths are accepted under which no peer writes into pages or reads them.
     ``claim_s`` is the time for which decode waits until prefill opens a request, which it does between two steps.
     """
 
@@ -33,6 +33,11 @@ class SGLangOptions(EngineOptions):
             raise ConfigurationError(
                 f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which SGLang frees "
                 "without waiting for them; take 'staged'"
+            )
+        if chosen.path != AUTO and pulls_pages(paths()[chosen.path]):
+            raise ConfigurationError(
+                f"strategy {self.strategy!r}: with path {chosen.path!r} decode reads prefill's pages, and SGLang's "
+                "server would stand still until a silent decode rank has ended; take 'staged'"
             )
         if chosen.schedule.name != PER_CHUNK:
             raise ConfigurationError(
