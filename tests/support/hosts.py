@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 from disagg_kv import (
     CacheSpec,
     DecodeEndpoint,
-    DisaggKVError,
     GroupId,
     Options,
     PagedPool,
@@ -45,6 +44,7 @@ from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
+from tests.support.answering import answer
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "disagg-kv-"
@@ -364,16 +364,7 @@ def serve(fd: int) -> None:
     """A process on a host: do what the pipe says."""
     pipe = Connection(fd)
     setup: Setup = pipe.recv()
-    member = _Member(setup)
-    while True:
-        try:
-            name, args = pipe.recv()
-        except EOFError:
-            return  # the test is gone
-        try:
-            pipe.send(getattr(member, name)(*args))
-        except (DisaggKVError, AssertionError) as error:
-            pipe.send(error)
+    answer(pipe, _Member(setup))
 
 
 class Node:

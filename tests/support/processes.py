@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 from disagg_kv import (
     CacheSpec,
     DecodeEndpoint,
-    DisaggKVError,
     GroupId,
     Options,
     PagedPool,
@@ -56,6 +55,7 @@ from disagg_kv.transports import (
     between_processes,
     decode,
 )
+from tests.support.answering import answer
 
 KV = GroupId("kv")
 SPEC = CacheSpec.kv(2, 4, 16, "float32")
@@ -487,16 +487,7 @@ def _ended_connections() -> int:
 
 def _serve(pipe: Connection, setup: Setup, kind: type[Member]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    member = kind(setup)
-    while True:
-        try:
-            name, args = pipe.recv()
-        except EOFError:
-            return  # the test is gone
-        try:
-            pipe.send(getattr(member, name)(*args))
-        except (DisaggKVError, AssertionError) as error:
-            pipe.send(error)
+    answer(pipe, kind(setup))
 
 
 class Node:
