@@ -46,7 +46,7 @@ Side = Literal["prefill", "decode"]
 PREFIX = "disagg_kv."
 """Of the names of spans and attributes."""
 
-CHILDREN = frozenset({"queue", "gather", "wire", "scatter"})
+CHILDREN = frozenset({"queue", "gather", "wire", "scatter", "pull"})
 """Spans of an endpoint that become children of the room's."""
 
 MOST = 16384
@@ -78,8 +78,8 @@ class OpenTelemetryObserver:
     """The :class:`~disagg_kv.trace.Observer` of one endpoint; a context closes it.
 
     A room's span is called ``disagg_kv.prefill`` or ``disagg_kv.decode``. Its children are ``disagg_kv.queue``,
-    ``gather``, ``wire`` and ``scatter``, one for each segment. Spans are given to the tracer's provider on the
-    endpoint's thread: its processor must return at once, as OpenTelemetry's ``BatchSpanProcessor`` does.
+    ``gather``, ``wire``, ``scatter`` and ``pull``, one for each segment. Spans are given to the tracer's provider on
+    the endpoint's thread: its processor must return at once, as OpenTelemetry's ``BatchSpanProcessor`` does.
 
     Args:
         side: ``"prefill"`` or ``"decode"``.

@@ -47,6 +47,9 @@ def test_rows_are_offered_when_they_are_final_and_land_when_they_are_read() -> N
     request.landed()
     assert request.receives[0].report.path == "mapped_pull"
     assert request.sends[0].report.reason == "mapped_pull was asked for"
+    pulls = [span for span in request.decodes[0].observer.spans if span.name == "pull"]
+    assert sum(span.nbytes for span in pulls) == request.receives[0].report.nbytes > 0
+    assert {span.labels["peer"] for span in pulls} == {peer.epoch.hex() for peer in request.decodes[0].endpoint.peers()}
     rig.quiet()
 
 

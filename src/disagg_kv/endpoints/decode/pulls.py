@@ -53,6 +53,7 @@ from ...planning import PageCopy, PairPlan, Segment, check_tables
 from ...protocol import Pull, Pulled
 from ...protocol.page_runs import tables_from_wire
 from ...strategies import Job, TransferPlanner, pulls_pages
+from ...trace import Span
 from ..runtime.budget import Budget
 from ..runtime.checksums import compare, layer_sums
 from ..runtime.event_loop import EventLoop
@@ -75,6 +76,7 @@ class _Pulling:
         events: its ends: of the copy, and of the comparison.
         check: compares sums once all events have happened.
         error: why it has failed.
+        nbytes: how much it copies.
     """
 
     room: DecodeRoom
@@ -84,6 +86,7 @@ class _Pulling:
     events: list[Event] = field(factory=list)
     check: Callable[[], IntegrityError | None] | None = None
     error: Exception | None = None
+    nbytes: int = 0
 
     def over(self) -> bool:
         """Whether nothing of it reads or writes any more."""
@@ -244,9 +247,9 @@ class PullQueue:
                 # A path may be foreign code, and tables come from the peer: their errors fail this room alone.
                 self._end(one, exc)
                 continue
-            one.moves = (move,)
+            one.moves, one.nbytes = (move,), move.copy.target.nbytes
             if self._pace is not None:
-                self._pace.begin(move.copy.target.nbytes, self._loop.now)
+                self._pace.begin(one.nbytes, self._loop.now)
             begun.append(one)
             entries += len(move.copy.target.plane)
         if begun:
@@ -294,8 +297,12 @@ class PullQueue:
         self._end(one, error)
 
     def _end(self, one: _Pulling, error: Exception | None, *, quiet: bool = True) -> None:
-        if one.moves:
-            one.room.handle.report.spend("pull", self._loop.clock() - one.started)
+        if one.moves and quiet:
+            now, what = self._loop.clock(), one.what
+            one.room.handle.report.spend("pull", now - one.started)
+            if self._loop.observed:
+                labels = {**what.segment.labels(), "peer": one.room.remotes[what.rank].epoch.hex()}
+                self._loop.observer.span(Span("pull", one.room.key.room, one.started, now, one.nbytes, labels=labels))
         self._over.append((one.room, Pulled(one.what.segment, one.what.rank, error, quiet)))
 
     def _move(self, room: DecodeRoom, what: Pull) -> PageMove:
