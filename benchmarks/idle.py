@@ -63,11 +63,11 @@ from disagg_kv.bench.data import fill, page_ids, poison, wrong
 from disagg_kv.bench.machine import Machine
 from disagg_kv.bench.rank import BUSY_S, LOOK_S, attend, run_python, wait_until
 from disagg_kv.bench.ranks import Ranks, running
-from disagg_kv.bench.shape import Role, TransferShape
+from disagg_kv.bench.shape import TransferShape
 from disagg_kv.channels import Channel, UnixChannel, ZmqChannel
 from disagg_kv.endpoints.runtime import event_loop
 from disagg_kv.endpoints.runtime.idle import SHORTEST_PAUSE_S, IdlePolicy, Rest
-from disagg_kv.ids import LayerId
+from disagg_kv.ids import LayerId, Role
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import SupportsAllocate, between_processes

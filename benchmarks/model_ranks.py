@@ -21,7 +21,7 @@ from disagg_kv.engines.hf import PagedHFCache, spec_from_config
 from disagg_kv.engines.hf.demo.pool import shuffled
 from disagg_kv.engines.hf.events import computed
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.ids import GroupId, RoomId
+from disagg_kv.ids import GroupId, Role, RoomId
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import PagedPool
 from disagg_kv.protocol import Options, Phase
@@ -32,7 +32,6 @@ from disagg_kv.transports import SupportsAllocate, between_processes, emulate
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Role = Literal["prefill", "decode"]
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama-8b": {

@@ -9,11 +9,11 @@ import numpy as np
 from msgspec import structs
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.endpoints.runtime.handshake import EndpointInfo, RemoteEndpoint, Role
+from disagg_kv.endpoints.runtime.handshake import EndpointInfo, RemoteEndpoint
 from disagg_kv.endpoints.runtime.incarnation import Incarnation
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec, PageTable
-from disagg_kv.ids import GroupId, Rank
+from disagg_kv.ids import GroupId, Rank, Role
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import InstancePlans
 from disagg_kv.protocol import Codec, Hello, Options

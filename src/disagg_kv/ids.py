@@ -1,6 +1,9 @@
 """The identifiers that cross layers, as distinct types, so that type checkers find mix-ups."""
 
-from typing import NewType
+from typing import Literal, NewType
+
+Role = Literal["prefill", "decode"]
+"""The two sides."""
 
 RoomId = NewType("RoomId", bytes)
 """One attempt to transfer one request; 1 to 64 bytes, chosen by the engine and used once."""

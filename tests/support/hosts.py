@@ -42,6 +42,7 @@ from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.ids import Role
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from tests.support.answering import answer
@@ -63,8 +64,6 @@ STORE_PORT = 29500
 
 DEADLINE_S = 120.0
 """How long anything may take before a test calls it a hang."""
-
-Role = Literal["prefill", "decode"]
 
 
 def refusal() -> str:

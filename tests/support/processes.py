@@ -40,7 +40,7 @@ from disagg_kv.channels import UnixChannel, ZmqChannel
 from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.ids import Ticket
+from disagg_kv.ids import Role, Ticket
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import U8, Bell, Event
@@ -63,7 +63,6 @@ PAGES, PLANES, POISON = 256, 4, 0xA5
 DEADLINE_S = 120.0
 """How long anything may take before a test calls it a hang."""
 
-Role = Literal["prefill", "decode"]
 Wire = Literal["ipc", "tcp", "unix"]
 T = TypeVar("T")
 

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 
 from ..geometry import item_bytes
+from ..ids import Role
 from ..kernels.convert.reference import rounded, to_float32
 from ..kernels.tensors import plane_of, tensor_of
 from ..memory import Buffer, PagedPool
-from .shape import Role, TransferShape
+from .shape import TransferShape
 
 POISON = 0xA5
 """Content of a page before a transfer; it must remain wherever no bytes belong."""

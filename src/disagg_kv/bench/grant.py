@@ -16,11 +16,12 @@ from ..endpoints.prefill.handle import ForwardPass
 from ..endpoints.runtime.thread import STEP_S
 from ..errors import ConfigurationError, DeadlineError, IntegrityError
 from ..geometry import PageTable
+from ..ids import Role
 from ..protocol import Options
 from .machine import Machine
 from .rank import KV, DecodeRank, Moved, PrefillRank, Setup, attend, wait_until
 from .ranks import ROLES, Ranks, running, within_one_process
-from .shape import Role, TransferShape
+from .shape import TransferShape
 from .timing import Granted
 from .transfer import Quantiles
 

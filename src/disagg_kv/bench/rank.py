@@ -21,7 +21,7 @@ from ..endpoints.runtime.handle import RoomHandle
 from ..endpoints.runtime.thread import sleep_exactly
 from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
-from ..ids import GroupId, RegionId, RoomId, room_name
+from ..ids import GroupId, RegionId, Role, RoomId, room_name
 from ..kernels import Kernels, TritonKernels
 from ..kernels.tensors import plane_of
 from ..memory import Event, PagedPool
@@ -32,7 +32,7 @@ from ..transports import SupportsAllocate, Transport, between_processes, emulate
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, blank, fill, page_ids, poison, wrong
 from .decode_load import DecodeLoad
-from .shape import WIRE, Role, TransferShape
+from .shape import WIRE, TransferShape
 from .timing import Queued, Still, Timed
 
 LOOK_S = 0.0005

@@ -14,11 +14,12 @@ from typing import TypeVar
 import torch
 
 from ..errors import DeadlineError, DisaggKVError, PeerLostError
+from ..ids import Role
 from ..memory import spread
 from ..strategies import Explanation
 from ..transports import transport
 from .rank import Setup, serve
-from .shape import Role, TransferShape
+from .shape import TransferShape
 
 GRACE_S = 10.0
 """Seconds that a rank gets to end by itself."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from attrs import frozen
 
 from ..errors import ConfigurationError
 from ..geometry import CONVERSIONS, CacheSpec, Shard, shard
+from ..ids import Role
 from ..memory import Layout
 from ..protocol import Verify, check_verify
 from ..strategies import Explanation, explain, strategy
-
-Role = Literal["prefill", "decode"]
 
 WIRE = "staged, wire only"
 """A run of ``staged`` in which gather and scatter copy nothing: what is left is what the wire takes."""

@@ -22,13 +22,14 @@ from ..channels import Channel, Keys, UnixChannel, ZmqChannel
 from ..endpoints import DecodeEndpoint, Environment, PrefillEndpoint, threads_on
 from ..errors import ConfigurationError
 from ..geometry import Shard
+from ..ids import Role
 from ..memory import Event, MemoryPool
 from ..protocol import Options
 from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
 from ..transports import transport
 from ..transports.registry import AUTO
 from .options import EngineOptions
-from .shown import Shown, Side
+from .shown import Shown
 
 T = TypeVar("T")
 
@@ -143,7 +144,7 @@ def _open(
     shown = Shown(options.metrics, options.status_socket, rank)
     undo.callback(shown.close)
 
-    def connections(role: Side, name: str) -> dict[str, Any]:
+    def connections(role: Role, name: str) -> dict[str, Any]:
         carrier = None if options.transport == AUTO else transport(options.transport)
         channel = _channel(options, scratch, f"{role}{rank}")
         own[role == "decode"] = channel.address

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..endpoints import DecodeEndpoint, PrefillEndpoint
+from ..ids import Role
 from ..observe.status_socket import StatusSocket
 from ..trace import Observer, Silent
 
 if TYPE_CHECKING:
     from ..observe.prometheus import MetricsServer, PrometheusObserver
-
-Side = Literal["prefill", "decode"]
 
 
 class Shown:
@@ -32,7 +31,7 @@ class Shown:
         self._rank = rank
         self._sockets = status_socket
         self._undo = ExitStack()
-        self._observers: dict[Side, PrometheusObserver] = {}
+        self._observers: dict[Role, PrometheusObserver] = {}
         self.server: MetricsServer | None = None
         if metrics:
             from ..observe.prometheus import MetricsServer
@@ -41,7 +40,7 @@ class Shown:
             self.server = MetricsServer(f"{host}:{int(port) + rank if int(port) else 0}")
             self._undo.callback(self.server.close)
 
-    def observer(self, side: Side, instance: str) -> Observer:
+    def observer(self, side: Role, instance: str) -> Observer:
         """For the endpoint of a side, which is created next."""
         if self.server is None:
             return Silent()
@@ -49,7 +48,7 @@ class Shown:
         self._observers[side] = self._undo.enter_context(made)
         return made
 
-    def show(self, side: Side, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
+    def show(self, side: Role, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
         """The endpoint of a side has been created.
 
         Raises:

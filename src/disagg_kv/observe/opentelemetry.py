@@ -20,13 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
 from attrs import define
 
 from .. import arguments
 from ..errors import ConfigurationError, LocalProtocolError, MissingDependencyError
-from ..ids import Rank, RoomId, room_name, room_text
+from ..ids import Rank, Role, RoomId, room_name, room_text
 from ..trace import Span
 
 try:
@@ -41,7 +41,6 @@ except ImportError as exc:
 
 log = logging.getLogger("disagg_kv")
 
-Side = Literal["prefill", "decode"]
 
 PREFIX = "disagg_kv."
 """Of the names of spans and attributes."""
@@ -96,14 +95,14 @@ class OpenTelemetryObserver:
 
     def __init__(
         self,
-        side: Side,
+        side: Role,
         instance: str,
         rank: int = 0,
         *,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if side not in get_args(Side):
+        if side not in get_args(Role):
             raise ConfigurationError(f"side: 'prefill' or 'decode', not {arguments.shown(side)}")
         if tracer is None:
             tracer = trace.get_tracer("disagg_kv")

@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
 from .. import arguments
 from ..endpoints import PeerState, SupportsUsage
 from ..errors import ConfigurationError, MissingDependencyError, text_of
-from ..ids import Rank
+from ..ids import Rank, Role
 from ..protocol import Phase
 from ..trace import Span
 from . import metrics as m
@@ -43,7 +43,6 @@ except ImportError as exc:
 
 log = logging.getLogger("disagg_kv")
 
-Side = Literal["prefill", "decode"]
 Series = tuple[Metric, tuple[str, ...]]
 """A metric, and the values of its own labels."""
 OTHERS = 64
@@ -232,7 +231,7 @@ class PrometheusMetrics(Collector):
                 f"registry: it has metrics of these names already; make one PrometheusMetrics per registry: {exc}"
             ) from exc
 
-    def observer(self, side: Side, instance: str, rank: int = 0) -> PrometheusObserver:
+    def observer(self, side: Role, instance: str, rank: int = 0) -> PrometheusObserver:
         """An observer for one endpoint.
 
         Args:
@@ -243,7 +242,7 @@ class PrometheusMetrics(Collector):
         Raises:
             ConfigurationError: another side, no name, a negative rank, or labels that another observer has.
         """
-        if side not in get_args(Side):
+        if side not in get_args(Role):
             raise ConfigurationError(f"side: 'prefill' or 'decode', not {arguments.shown(side)}")
         arguments.text(instance, "instance", least=1, most=256)
         labels = (side, instance, str(Rank(arguments.count(rank, "rank"))))

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from disagg_kv import Options
+from disagg_kv.ids import Role
 from disagg_kv.transports import transport
 from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
-from tests.support.processes import Cluster, Knobs, Node, Role, wait
+from tests.support.processes import Cluster, Knobs, Node, wait
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from ...channels import Channel
 from ...channels.reach import leaves_host
 from ...errors import ConfigurationError
 from ...geometry import Shard, Site
-from ...ids import Rank, RegionId
+from ...ids import Rank, RegionId, Role
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool, check_memory
 from ...protocol import Options
@@ -23,7 +23,7 @@ from ...transports import transport as named_transport
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
 from ...transports.registry import AUTO
 from .environment import Environment
-from .handshake import EndpointInfo, Role, check_instance
+from .handshake import EndpointInfo, check_instance
 from .incarnation import Incarnation
 
 

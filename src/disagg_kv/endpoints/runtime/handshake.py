@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Literal
 
 from attrs import frozen
 
@@ -17,7 +16,7 @@ from ...errors import (
     RemoteProtocolError,
 )
 from ...geometry import CacheSpec, Shard, Site, conversions, difference, shards_as
-from ...ids import Epoch, Rank, RegionId, peer_name
+from ...ids import Epoch, Rank, RegionId, Role, peer_name
 from ...memory import MappedPool
 from ...planning import intake_of
 from ...protocol import VERSION, AnyFrame, Hello, PeerTable
@@ -35,8 +34,6 @@ from ...trace import Observer
 from ...transports import Transport
 from ...transports.combining import lane_names, said_name
 from .incarnation import Incarnation
-
-Role = Literal["prefill", "decode"]
 
 KEPT = 64
 """Specs, instances and sites that are kept decoded, by value: the ranks of an instance say much the same."""
