@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from disagg_kv.geometry import CacheSpec
+from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Peer, RegionId
+from disagg_kv.planning import tables_of
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
-from tests.unit.endpoints.test_mapped import DeviceKernels, launched
+from tests.unit.endpoints.test_mapped import DeviceKernels, Failing, launched
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 QUICK = Options(silence_s=2.0, heartbeat_s=0.5)
@@ -178,6 +180,78 @@ def test_pages_of_decode_that_are_not_writable_yet_hold_a_pull_back() -> None:
     ready.fired = True
     launched(rig, kernels).run()
     other.landed()
+
+
+def test_a_launch_that_fails_for_several_parts_is_made_for_each() -> None:
+    """One of them may be at fault, or they are too many for one."""
+    rig, kernels, request = scene(prefill_tp=2)
+    kernels.refuses = [OSError("too many")]
+    request.send(9).finish()
+    rig.until(lambda: sum(len(copy.moves) for copy in kernels.queued) == 2, "the pulls")
+    for copy in kernels.queued:
+        copy.run()
+    request.landed()
+    rig.quiet()
+
+
+def test_a_pull_that_cannot_be_launched_fails_the_room_alone() -> None:
+    """Nothing of it moves, so pages come back at once."""
+    rig, kernels, request = scene()
+    kernels.refuses = [OSError("no launch")]
+    request.send(9).failed()
+    assert "no launch" in str(request.receives[0].error)
+    other = rig.request("other", request.prefills, request.decodes, 9).start(9)
+    launched(rig, kernels).run()
+    other.landed()
+    rig.quiet()
+
+
+def test_pages_that_prefill_does_not_have_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offered is checked before a kernel reads it; the room fails, and the next one does not."""
+    rig, kernels, request = scene()
+
+    def wrong(*args: Any) -> Iterator[PageTable]:
+        for table in tables_of(*args):
+            yield PageTable(table.group, table.pages + (1 << 20), table.first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("disagg_kv.endpoints.prefill.routes.tables_of", wrong)
+        request.send(9).failed()
+    assert "offers pages that cannot be" in str(request.receives[0].error)
+    assert not kernels.queued
+    other = rig.request("other", request.prefills, request.decodes, 9).start(9)
+    launched(rig, kernels).run()
+    other.landed()
+    rig.quiet()
+
+
+def test_an_event_of_decode_s_engine_that_raises_fails_the_room() -> None:
+    """It says when decode's pages may be written; nothing was read until then."""
+    rig, kernels, request = scene()
+    ready = Failing()
+    other = rig.request("other", request.prefills, request.decodes, 9).open_decode().expect(9, ready=ready)
+    other.open_prefill().send(9)
+    rig.wait(1.0)
+    ready.error = RuntimeError("the step failed")
+    other.failed()
+    assert "the step failed" in str(other.receives[0].error)
+    assert not kernels.queued
+    request.send(9).finish()
+    launched(rig, kernels).run()
+    request.landed()
+    rig.quiet()
+
+
+def test_pulls_keep_to_the_pace_of_scatters() -> None:
+    """``scatter_bytes_per_s`` bounds what comes into pages, over any path."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 4), strategy="mapped_pull")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped_pull", scatter_bytes_per_s=576.0)
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
+    began = rig.clock()
+    request.send(9).finish().landed()
+    assert 2.5 < rig.clock() - began < 10.0
+    rig.quiet()
 
 
 class Unmapped(InprocTransport):
