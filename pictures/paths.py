@@ -17,18 +17,27 @@ Line = tuple[str, str, Sequence[tuple[float, float]]]
 """A kind of line, its name, and its points: MiB and share."""
 
 
+KINDS = {
+    "mapped, bells": "bytes",
+    "mapped": "call",
+    "mapped_pull, bells": "frame",
+    "mapped_pull": "frame",
+    "staged": "life",
+}
+"""The runs that have a line, and how it is drawn."""
+
+PLAIN = ("programs", "busy", "switch_us", "wire_GB_per_s", "decode_step_us")
+"""What a case must be without."""
+
+
 def lines() -> Iterator[Line]:
-    """TP 1 to 1: both paths inside one GPU, and ``staged`` between two."""
-    for name, places in (("h100_mapped.json", "one H100"), ("h200_transfer_two.json", "two H200s")):
-        cases = json.loads((RESULTS / name).read_text())["cases"]
-        for kind, strategy in (("bytes", "mapped"), ("call" if places == "one H100" else "frame", "staged")):
-            points = [
-                (case["bytes"] / 2**20, case["share"])
-                for case in cases
-                if (case.get("transport"), case.get("tp"), case["strategy"]) == ("cuda_ipc", "1->1", strategy)
-            ]
-            if points:
-                yield kind, f"{strategy}, {places}", sorted(points)
+    """TP 1 to 1 between two GPUs, each run until decode's engine knows."""
+    cases = json.loads((RESULTS / "h200_mapped.json").read_text())["cases"]
+    plain = [case for case in cases if case["tp"] == "1->1" and not any(case.get(name) for name in PLAIN)]
+    for strategy, kind in KINDS.items():
+        points = [(c["bytes"] / 2**20, c["copies_us"] / c["total_us"]) for c in plain if c["strategy"] == strategy]
+        if points:
+            yield kind, strategy, sorted(points)
 
 
 def place(mib: float, share: float) -> tuple[float, float]:
@@ -47,7 +56,7 @@ def paths() -> Picture:
     for mib in MIB:
         x, _ = place(mib, 0.0)
         p.text(x, BOTTOM + 18, f"{mib:,}", "small")
-    p.text((LEFT + RIGHT) / 2, BOTTOM + 40, "MiB of a request, TP 1 to TP 1 over cuda_ipc", "small")
+    p.text((LEFT + RIGHT) / 2, BOTTOM + 40, "MiB of a request, TP 1 to TP 1 over cuda_ipc, two H200s", "small")
     p.text(LEFT, TOP - 16, "share of a plain copy of the same bytes in the same run", "small", "start")
     for kind, name, points in lines():
         at = [place(*point) for point in points]
