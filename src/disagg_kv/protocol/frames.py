@@ -72,7 +72,7 @@ def wire_pace(layer_token_s: float, bytes_per_s: float, group_s: float) -> WireP
     return min(layer_token_s, SLOWEST_S), rate, min(group_s, SLOWEST_S)
 
 
-WireBells = tuple[U, Count, U]
+WireBells = tuple[U, Count, Annotated[int, Meta(ge=1, le=2**62)]]
 """The first of consecutive slots of the receiver's board of bells, how many they are, and the value of the first."""
 
 Box = tuple[U, U, U, U, bool]

@@ -22,10 +22,10 @@ class KnownPeer:
         hello: its first ``Hello``; ``last_frame_at`` is the time of its last frame.
         proved: it has named our epoch.
         used_since: since when it is in use; None: it is not.
-        beaten: when it last got a heartbeat, or a ``Hello`` in place of one.
+        beaten: when it last got a heartbeat or a ``Hello``.
         closed: when the connection to its address broke; None: it is not broken.
         greeted: when it last sent ``Hello`` although it knew us.
-        greet_until: it was lost, and gets ``Hello`` in place of heartbeats until this time.
+        greet_until: it was lost, and gets ``Hello`` with its heartbeats until this time.
         shut: a transport does not connect the two sides. Until this time frames of the peer are answered with
             ``Refused`` and do not revive it.
         shut_for: the reason of ``shut``.
@@ -73,7 +73,7 @@ class KnownPeer:
         return self.last_frame_at if self.used_since is None else max(self.last_frame_at, self.used_since)
 
     def beat_at(self, options: Options, now: float) -> float | None:
-        """When it gets its next heartbeat, or ``Hello`` in place of one, unless it is lost; None: it gets none."""
+        """When it gets its next heartbeat or ``Hello``, unless it is lost; None: it gets none."""
         next_at = self.beaten + options.heartbeat_s
         greeted = max(next_at, now) if next_at < self.greet_until else inf
         used = max(next_at, self.heard + options.heartbeat_s) if self.used_since is not None else inf

@@ -54,7 +54,7 @@ from .refusals import ENDINGS, LINK, LINKS, Answers, Refusals, RefusedLife, erro
 from .timers import Timers
 
 GREETINGS = 4
-"""About this many heartbeats to a revived peer are replaced by ``Hello``: a single one might be lost."""
+"""About this many heartbeats to a revived peer come with a ``Hello``: a single one might be lost."""
 
 IN_USE = 3
 """In the order in which peers make room: those that make none."""
@@ -576,10 +576,12 @@ class PeerTable:
         if beat_at is None or now < beat_at - ROUNDING_S:
             return []
         peer.beaten = now
-        if used and now >= peer.greet_until and self._answers(peer, now):
-            return [SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch, ask=True))]
-        # Or another life has taken the address: it does not know us, and can answer only a Hello.
-        return [SendTo(peer.hello.address, self._hello(epoch))]
+        asked = [SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch, ask=True))] if used else []
+        if used and peer.proved and now >= peer.greet_until and self._answers(peer, now):
+            return [*asked]
+        # It may not know us, or another life has taken the address: then it can answer only a Hello. But one that knows
+        # us answers a heartbeat, and no Hello.
+        return [SendTo(peer.hello.address, self._hello(epoch)), *asked]
 
     def _schedule(self, epoch: Epoch, peer: KnownPeer, least: float = -inf) -> None:
         """Set when something may be due for a peer; a frame that arrives before only postpones it."""

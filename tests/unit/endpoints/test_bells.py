@@ -11,12 +11,12 @@ import pytest
 
 from disagg_kv.endpoints.decode.bells import BellBoard, BellWatch
 from disagg_kv.endpoints.runtime.mapping import BLOCK, BLOCK_BYTES
-from disagg_kv.errors import AbortedError, PeerLostError, TransportError
+from disagg_kv.errors import AbortedError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer
 from disagg_kv.memory import new_buffer
-from disagg_kv.protocol import Options, Phase
-from disagg_kv.protocol.frames import WireBells
+from disagg_kv.protocol import Codec, Options, Phase
+from disagg_kv.protocol.frames import Expect, WireBells
 from disagg_kv.transports import InprocTransport, ShmTransport, SupportsBells, combine
 from disagg_kv.transports.bells import SLOT_WORDS, HostBells, Record, heard, words_of
 from tests.support.rig import Memory, Request, Rig, tp_shards
@@ -222,6 +222,44 @@ def test_a_forged_word_does_no_more_than_a_forged_frame(what: str) -> None:
     assert phase(request) is Phase.MOVING
     request.send(9).finish().landed()
     assert not request.receives[0].report.bells
+    rig.quiet()
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_frame_that_names_a_value_that_rings_nothing_is_refused(value: int) -> None:
+    """An unset word is 0: decode names no such value, and prefill takes none."""
+
+    def decoded(first: int) -> object:
+        frame = Expect(
+            src=b"1" * 16, dst=b"2" * 16, room=b"room", generation=1, start=0, stop=9, paths=("mapped",), tables=None,
+            tag=b"", bells=(0, BLOCK, first),
+        )  # fmt: skip
+        return Codec().decode(Codec().encode(frame))
+
+    assert isinstance(decoded(1), Expect)
+    with pytest.raises(RemoteProtocolError):
+        decoded(value)
+
+
+class Broken:
+    """A board that is foreign code and raises whatever it likes."""
+
+    def arm(self, *_: object) -> None:
+        raise KeyError("arm")
+
+    def ring(self, *_: object) -> None:
+        raise KeyError("ring")
+
+
+def test_a_board_that_raises_costs_nothing_but_the_bell() -> None:
+    """The rooms go on, and their pages are released."""
+    rig, request = scene()
+    (room,) = request.prefills[0].endpoint.inspect().rooms.values()
+    (peer,) = room.routes
+    room.routes[peer] = attrs.evolve(room.routes[peer], bells=Broken())
+    request.send(9).finish().landed()
+    assert not request.receives[0].report.bells
+    assert request.prefills[0].observer.counters["bells.refused"] == 1
     rig.quiet()
 
 

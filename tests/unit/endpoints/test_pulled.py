@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from disagg_kv.geometry import CacheSpec, PageTable
+from disagg_kv.errors import ConfigurationError
+from disagg_kv.geometry import CacheSpec, PageTable, Shard
 from disagg_kv.ids import Peer, RegionId
+from disagg_kv.memory import PagedPool
 from disagg_kv.planning import tables_of
 from disagg_kv.protocol import Options, Phase
-from disagg_kv.transports import InprocTransport
+from disagg_kv.transports import InprocTransport, ShmTransport
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
 from tests.unit.endpoints.test_mapped import DeviceKernels, Failing, launched
@@ -29,6 +31,16 @@ def scene(prefill_tp: int = 1, options: Options = QUICK) -> tuple[Rig, DeviceKer
     prefills = rig.prefill(tp_shards(SPEC, prefill_tp), strategy="mapped_pull", options=options)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped_pull", kernels=kernels, options=options)
     return rig, kernels, rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
+
+
+def test_pages_that_no_peer_can_map_are_refused_at_the_start() -> None:
+    """Not by each room on decode."""
+
+    def own(spec: CacheSpec, part: Shard, memory: Memory) -> PagedPool:
+        return PagedPool.allocate(spec, part, pages=memory.pages, page_size=memory.page_size)
+
+    with pytest.raises(ConfigurationError, match="allocate the pool with it"):
+        Rig(SPEC).prefill(tp_shards(SPEC, 1), memory=Memory(transport=ShmTransport, pool=own), strategy="mapped_pull")
 
 
 def test_rows_are_offered_when_they_are_final_and_land_when_they_are_read() -> None:

@@ -345,13 +345,38 @@ def test_a_life_that_a_transport_does_not_reach_is_told_so_and_stays_lost_for_a_
 def test_who_missed_heartbeats_is_greeted_so_that_another_life_there_can_answer() -> None:
     """A restarted peer does not know us, but it can answer a Hello; no need to wait for the silence to end."""
     a, restarted = used(), table(3, "b")
-    (sent,) = a.tick(3.5)
+    sent, asked = a.tick(3.5)
     assert isinstance(sent, SendTo)
     assert isinstance(sent.frame, Hello)
+    assert isinstance(asked, SendTo)
+    assert isinstance(asked.frame, Heartbeat)
+    assert restarted.on_frame(asked.frame, 3.5) == (False, [])
     effects = restarted.on_hello(sent.frame, 3.5)
     answer = next(e.frame for e in effects if isinstance(e, SendTo))
     assert isinstance(answer, Hello)
     assert [type(e) for e in a.on_hello(answer, 3.6)] == [Lost, Up]
+
+
+def test_a_peer_that_knows_us_answers_after_missed_heartbeats() -> None:
+    """It answers no ``Hello`` that names it. It answers the heartbeat, so lost frames are no silence."""
+    a, b = used(), table(2, "b")
+    b.on_hello(hello(epoch(1), epoch(2), "a"), 0.0)
+    answers = [
+        e.frame
+        for one in a.tick(3.5)
+        if isinstance(one, SendTo)
+        for e in (b.on_hello(one.frame, 3.5) if isinstance(one.frame, Hello) else b.on_frame(one.frame, 3.5)[1])
+        if isinstance(e, SendTo)
+    ]
+    assert [type(frame) for frame in answers] == [Heartbeat]
+
+
+def test_a_used_peer_that_has_never_named_us_is_greeted_at_once() -> None:
+    """Our only ``Hello`` to it was lost: it drops heartbeats of a life that it does not know."""
+    a = table(1, "a")
+    a.on_hello(hello(epoch(2), b"", "b"), 0.0)
+    a.use(epoch(2), 0.0)
+    assert [type(e.frame) for e in a.tick(1.5) if isinstance(e, SendTo)] == [Hello, Heartbeat]
 
 
 def test_a_peer_that_missed_three_heartbeats_gets_nothing_new() -> None:
@@ -391,7 +416,7 @@ def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
     assert [type(e) for e in effects] == [Up]
     assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 43.0) == (True, [])
     beats = [e.frame for now in (43.0, 44.0) for e in a.tick(now) if isinstance(e, SendTo)]
-    assert [type(frame) for frame in beats] == [Hello, Heartbeat], "it is told that it had been lost"
+    assert [type(frame) for frame in beats] == [Hello, Heartbeat, Heartbeat], "it is told that it had been lost"
     a.lose(epoch(2), PeerLostError("again"))
     assert [type(e) for e in a.on_hello(hello(epoch(2), epoch(1), "b"), 42.0)] == [Up]
     assert a.on_hello(hello(epoch(2), epoch(1), "b"), 43.0) == [Greeted(epoch(2))]

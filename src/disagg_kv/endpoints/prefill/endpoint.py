@@ -9,7 +9,7 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...errors import LocalProtocolError, QuarantineFullError
+from ...errors import ConfigurationError, LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
 from ...kernels import Kernels, SupportsConversions
@@ -17,7 +17,7 @@ from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...protocol import Options, Verify, check_verify
 from ...rendezvous import Rendezvous
-from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, auto_paths, paths
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, auto_paths, paths, pulls_pages
 from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import Transport
@@ -28,7 +28,7 @@ from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.mapping import check_mapping
-from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
+from ..runtime.staging_memory import exposable, new_staging, ready_kernels, staging_slots
 from .armed import EngineLaunches
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
@@ -106,6 +106,11 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
             carrier = parts.transport
             check_mapping(chosen.path, usable, carrier)
+            if chosen.path != AUTO and pulls_pages(usable[0]) and not exposable(carrier, list(pool.buffers)):
+                raise ConfigurationError(
+                    f"path {chosen.path!r} lets decode read the pages, but transport {carrier.name!r} maps only memory "
+                    "that it allocated: allocate the pool with it, or take path 'staged'"
+                )
             self._schedule = chosen.schedule if schedule is None else schedule
             self._uses = frozenset(arguments.several(uses, "uses", Feature))
             device = pool.buffers[0].device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from ...errors import TransportError
 from ...ids import Epoch
 from ...memory import Bell
 from ...planning import Groups, Segment
@@ -46,12 +45,15 @@ class PrefillRoom:
             report.spend("total", now - self.opened)
 
     def ring(self, effect: Ring) -> bool:
-        """Ring a bell, whose frame follows; False: decode has described its board wrongly, which costs only bells."""
+        """Ring a bell, whose frame follows; False: it cannot be rung, and only the bell is lost.
+
+        Decode may have described its board wrongly, and a board may be foreign code: whatever it raises is the same.
+        """
         bells = self.routes[effect.to].bells
         assert bells is not None
         try:
             bells.ring(effect.slot, effect.value, _record(effect.segment))
-        except TransportError:
+        except Exception:
             return False
         return True
 
@@ -63,7 +65,7 @@ class PrefillRoom:
             return None
         try:
             return bells.arm(effect.slot, effect.value, _record(effect.segment), device)
-        except TransportError:
+        except Exception:
             return None  # it is counted when it is rung
 
     def grouped(self, loop: EventLoop, run: range, groups: Groups) -> None:

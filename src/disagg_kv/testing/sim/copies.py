@@ -31,16 +31,30 @@ I64 = npt.NDArray[np.int64]
 
 
 class CopyEvent:
-    """The end of a launch. A failed one raises until the world says that nothing moves any more."""
+    """The end of a launch. A failed one raises until the world says that nothing moves any more, and once at least.
+
+    No device forgets an error because its process stood still meanwhile.
+    """
 
     def __init__(self) -> None:
         self.happened = False
-        self.error: Exception | None = None
+        self._error: Exception | None = None
+        self._raised = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed."""
+        return self._error is not None
+
+    def fail(self, error: Exception) -> None:
+        """From now on it raises."""
+        self._error = error
 
     def query(self) -> bool:
         """True once nothing of it moves any more."""
-        if self.error is not None:
-            raise self.error
+        if self._error is not None and not (self.happened and self._raised):
+            self._raised = True
+            raise self._error
         return self.happened
 
     def synchronize(self) -> None:
@@ -209,8 +223,8 @@ class _Launch:
         """The kernel has ended; or its event fails, and it ends later."""
         if not self._mover.alive:
             return
-        if self._failed and self._event.error is None:
-            self._event.error = RuntimeError("sim: the kernel failed")
+        if self._failed and not self._event.failed:
+            self._event.fail(RuntimeError("sim: the kernel failed"))
             self._world.mark(f"{'pulled' if self._pulls else 'mapped'}:a copy fails before it is quiet")
             self._world.later(self._world.random.choice((0.001, 0.1, 0.6)), self._quiet)
             self._mover.node.touch()
@@ -226,7 +240,7 @@ class _Launch:
                 self._world.mark("mapped:a copy outlives its target")
             if not op.source.alive:
                 self._world.mark("pulled:a copy outlives its source")
-        self._event.error, self._event.happened = None, True
+        self._event.happened = True
         if not self._failed:
             self._world.saw(self._kind)
         self._mover.node.touch()
