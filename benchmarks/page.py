@@ -572,6 +572,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h100_convert.json": converted,
     "h100_mapped.json": gpu_mapped,
     "h200_mapped.json": gpu_paths_of_two,
+    "h200_busy.json": gpu_paths_of_two,
     "h200_instead.json": gpu_instead,
     "h100_mapped_proof.json": gpu_proof,
     "cpu_bells.json": bells,
