@@ -17,13 +17,7 @@ Line = tuple[str, str, Sequence[tuple[float, float]]]
 """A kind of line, its name, and its points: MiB and share."""
 
 
-KINDS = {
-    "mapped, bells": "bytes",
-    "mapped": "call",
-    "mapped_pull, bells": "frame",
-    "mapped_pull": "frame",
-    "staged": "life",
-}
+KINDS = {"mapped, bells": "bytes", "mapped": "call", "staged": "frame"}
 """The runs that have a line, and how it is drawn."""
 
 PLAIN = ("programs", "busy", "switch_us", "wire_GB_per_s", "decode_step_us")
