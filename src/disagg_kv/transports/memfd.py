@@ -19,6 +19,7 @@ from attrs import frozen
 from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer
 from ..memory import Buffer
+from .bells import WORD
 from .descriptor import pack, unpack
 from .process import Process
 
@@ -121,7 +122,7 @@ class PeerMemory:
         try:
             mapping = mmap.mmap(self._fd, into + self.nbytes, mmap.MAP_SHARED, offset=self.place.offset - into)
         except OSError as error:
-            raise TransportError(f"shm: {self.nbytes} bytes of a peer cannot be mapped: {error}") from error
+            raise TransportError(f"shared memory: {self.nbytes} bytes of a peer cannot be mapped: {error}") from error
         # A child forked by this process must not be able to write after this process has ended.
         mapping.madvise(mmap.MADV_DONTFORK)
         self._mapping = mapping
@@ -150,19 +151,21 @@ def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> Peer
     try:
         # The link is checked first, so that only such memory is ever opened, and again once it is open.
         if os.readlink(path) != link:
-            raise PeerLostError(f"shm: {path} is not {link} any more: the peer has given the memory back")
+            raise PeerLostError(f"shared memory: {path} is not {link} any more: the peer has given the memory back")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         far = PeerMemory(fd, place, nbytes)
         if os.readlink(f"/proc/self/fd/{fd}") != link or not 0 <= place.offset <= os.fstat(fd).st_size - nbytes:
-            raise PeerLostError(f"shm: {path} is not {nbytes} bytes of {link} from {place.offset} on")
+            raise PeerLostError(f"shared memory: {path} is not {nbytes} bytes of {link} from {place.offset} on")
         # A write beyond the end of a file that became shorter would kill this process.
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransportError(f"shm: {path} is not sealed: its owner could make it shorter")
+            raise TransportError(f"shared memory: {path} is not sealed: its owner could make it shorter")
         return far
     except FileNotFoundError as error:
-        raise PeerLostError(f"shm: {path} is gone: the peer has ended or given the memory back") from error
+        raise PeerLostError(f"shared memory: {path} is gone: the peer has ended or given the memory back") from error
     except OSError as error:
-        raise TransportError(f"shm: {path} cannot be opened; have both processes the same user? {error}") from error
+        raise TransportError(
+            f"shared memory: {path} cannot be opened; have both processes the same user? {error}"
+        ) from error
 
 
 def new_board(peer: Peer, number: int, nbytes: int) -> tuple[Buffer, bytes]:
@@ -180,6 +183,8 @@ def open_board(peer: Peer, board: bytes) -> Buffer:
     there = unpack(board, BOARD)
     if there.process.host != Process.own().host:
         raise TransportError(f"bells ring within one host, and the peer's is {there.process.host!r}")
+    if there.place.offset % WORD:
+        raise TransportError(f"a board at byte {there.place.offset} of a file: a multiple of {WORD} is needed")
     memory = open_memory(there.process, peer, there.place, there.nbytes)
     memory.map()
     assert memory.addr is not None

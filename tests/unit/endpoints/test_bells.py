@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 
 from disagg_kv.endpoints.decode.bells import BellBoard, BellWatch
@@ -19,6 +20,8 @@ from disagg_kv.protocol import Codec, Options, Phase
 from disagg_kv.protocol.frames import Expect, WireBells
 from disagg_kv.transports import InprocTransport, ShmTransport, SupportsBells, combine
 from disagg_kv.transports.bells import SLOT_WORDS, HostBells, Record, heard, words_of
+from disagg_kv.transports.descriptor import pack
+from disagg_kv.transports.memfd import BoardPlace
 from tests.support.rig import Memory, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -464,3 +467,16 @@ def test_a_board_of_a_closed_peer_is_refused() -> None:
     with pytest.raises(PeerLostError, match="is closed"):
         here.open_bells(peer, place)
     here.close(0.0)
+
+
+def test_a_board_whose_words_are_not_aligned_is_refused() -> None:
+    """A GPU's stream stores whole words alone; its launch, not the bell alone, would fail."""
+    here, there = ShmTransport(), ShmTransport()
+    peer = here.connect(there.local_descriptor(), 5.0)
+    _, place = there.bell_board(BLOCK_BYTES)
+    found = msgspec.msgpack.decode(place, type=BoardPlace)
+    shifted = attrs.evolve(found, place=attrs.evolve(found.place, offset=4), nbytes=found.nbytes - 8)
+    with pytest.raises(TransportError, match="a board at byte 4"):
+        here.open_bells(peer, pack(shifted))
+    for one in (here, there):
+        one.close(1.0)

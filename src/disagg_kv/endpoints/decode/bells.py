@@ -64,7 +64,7 @@ class BellBoard:
         """A block and new values for each writer of a room; empty: there are not enough blocks."""
         blocks: list[int] = []
         for epoch in writers:
-            spare = self._of[epoch] or self._free
+            spare = self._of.get(epoch) or self._free
             if not spare:
                 self.take_back_blocks(blocks)
                 return ()
