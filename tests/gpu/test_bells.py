@@ -1,4 +1,4 @@
-"""Bells that a GPU's stream rings: whoever hears one in another process finds the bytes there.
+"""Bells that a GPU's stream rings: another process that hears one finds the bytes there.
 
 ``DISAGG_KV_BELLS`` is the number of copies.
 """

@@ -261,7 +261,7 @@ class Member:
         shards = [shard(SPEC, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         knobs = setup.knobs
         self.setup = setup
-        self.settled()  # UCX finds a GPU through the context that there is by now
+        self.settled()  # UCX finds a GPU through the context that this has made
         own = {} if knobs.drain_s is None else {"drain_s": knobs.drain_s}
         inner = between_processes(knobs.transport, knobs.device, **own)
         self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)

@@ -85,7 +85,7 @@ def test_after_an_abort_pages_of_both_sides_wait_for_the_kernel_alone(who: str) 
 
 
 def test_decode_needs_no_evidence_about_prefill() -> None:
-    """Nobody writes: a failed room's pages are free although prefill is silent."""
+    """No process writes: a failed room's pages are free although prefill is silent."""
     rig, kernels, request = scene()
     request.send(9)
     launched(rig, kernels).run()

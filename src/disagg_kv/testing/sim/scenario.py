@@ -272,9 +272,7 @@ class Scenario:
     def draw(cls, seed: int, allowed: frozenset[FaultClass]) -> Scenario:
         """The scenario of a seed."""
         rng = random.Random(f"scenario {seed}")
-        faults = swarm(rng, allowed)
-        if pulls(seed) and not survives(faults):
-            faults = while_pulling(random.Random(f"while pulling {seed}"), allowed) | faults
+        faults = _faults(seed, rng, allowed)
         stuck = FaultClass.QUARANTINE in faults
         shape = shape_of(seed // BLOCK, seed % len(TOPOLOGIES))
         requests = _requests(rng, shape, faults)
@@ -350,6 +348,14 @@ class Scenario:
             maps=maps,
             pieces=random.Random(f"pieces {seed}").choice((2, 8, 64, 256)),
         )
+
+
+def _faults(seed: int, rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
+    """Those of frames, processes and memory; where decode pulls, also some that happen during pulls."""
+    faults = swarm(rng, allowed)
+    if pulls(seed) and not survives(faults):
+        return {**while_pulling(random.Random(f"while pulling {seed}"), allowed), **faults}
+    return faults
 
 
 def _options(seed: int, rng: random.Random) -> Options:
