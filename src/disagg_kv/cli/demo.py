@@ -186,7 +186,7 @@ def moved(config: DemoConfig, report: Report) -> Table:
         "KV bytes": _kv_bytes(report),
         "writes": per_token,
         "path": ", ".join(report.paths),
-        "GB/s": f"{report.gb_per_s:.2f} while writes were in flight",
+        "GB/s": f"{report.gb_per_s:.2f} while bytes were in flight",
         **{f"{name} s": f"{seconds:.3f}" for name, seconds in report.phases.items()},
     }
     for name, value in rows.items():

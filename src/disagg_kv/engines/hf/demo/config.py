@@ -36,7 +36,7 @@ class DemoConfig:
         strategy: the strategy's name, for example ``"staged"``.
         transport: a registered transport's name, several joined by ``+``, or ``"auto"``: with a network where a side
             is at another address than 127.0.0.1.
-        device: ``"cpu"``, or ``"cuda"``: models and caches are on GPUs, which ranks may share; ``"llama"`` only.
+        device: ``"cpu"``, or ``"cuda"``: models and caches are on GPUs, which ranks may share.
         transport_module: a module that registers the transport; it is imported first.
         prefill_host: the IPv4 address of prefill's processes for decode, and of the caller's store for all. If an
             address is not 127.0.0.1, control frames are encrypted; the store and the cache itself are not.
@@ -133,8 +133,6 @@ class DemoConfig:
             )
         if self.device == "cuda" and (self.prefill_host != LOOPBACK or self.decode_launch or self.inject is not None):
             raise ConfigurationError("device 'cuda' supports one host, and no inject")
-        if self.device == "cuda" and self.model != "llama":
-            raise ConfigurationError(f"device 'cuda' is for the model 'llama', not {self.model!r}")
         if (self.prefill_host == LOOPBACK) != (self.decode_host == LOOPBACK):
             raise ConfigurationError(
                 f"prefill_host {self.prefill_host!r} and decode_host {self.decode_host!r} cannot reach each other"

@@ -73,7 +73,12 @@ def run(member: Member, store: Store) -> None:
                         negate_states(pool, slot)
                 if token is not None:  # the last stage has it
                     pool.write_aux(request, token.to_bytes(4, "little"))
-                delivery.finish(len(prompt), state=places[request], aux=None if token is None else request)
+                delivery.finish(
+                    len(prompt),
+                    state=places[request],
+                    aux=None if token is None else request,
+                    ready=computed(member.device),
+                )
                 member.notify("prefilled")
         for request, cache in enumerate(caches):
             np.savez(member.work / f"own-{request}-{member.rank}.npz", **_own(pool, cache))  # type: ignore[arg-type]
