@@ -93,15 +93,20 @@ def save_model(config: DemoConfig, folder: Path) -> None:
 
 def load_model(folder: Path, tp: int, device: str) -> Any:
     """The model on this process, one of ``tp`` of the default process group; the whole model with ``tp`` 1."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
     if tp == 1:
         whole: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return whole.to(device)
-    # Gloo, which ranks that share a GPU need, reduces there but does not gather: every rank has the whole last layer.
-    plan = DistributedConfig(tp_plan="auto" if device == "cpu" else {"lm_head": "replicate"}, tp_size=tp)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=plan)
+    plan: str | dict[str, str] = "auto"
+    if device != "cpu":
+        # Gloo, which ranks that share a GPU need, reduces there but does not gather: every rank has such layers whole.
+        rules = AutoConfig.from_pretrained(folder).base_model_tp_plan or {}
+        gathered = [f"model.{name}" for name, rule in rules.items() if rule.endswith("gather_output")]
+        plan = dict.fromkeys(["lm_head", *gathered], "replicate")
+    split = DistributedConfig(tp_plan=plan, tp_size=tp)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=split)
 
 
 class Conversations:
