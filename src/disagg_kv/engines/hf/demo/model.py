@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -99,7 +99,7 @@ def load_model(folder: Path, tp: int, device: str) -> Any:
     if tp == 1:
         whole: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return whole.to(device)
-    plan: str | dict[str, str] = "auto"
+    plan: dict[str, str] | Literal["auto"] = "auto"
     if device != "cpu":
         # Gloo, which ranks that share a GPU need, reduces there but does not gather: every rank has such layers whole.
         rules = AutoConfig.from_pretrained(folder).base_model_tp_plan or {}
