@@ -62,7 +62,8 @@ class Options:
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
         parked: ``Expect`` frames that may wait for the engine to open their room.
         parked_pages: page ids that they may name together.
-        table_part: bytes of page tables in one frame; longer tables cross in several.
+        table_part: bytes of page tables in one frame; longer tables cross in several. Where decode pulls, it bounds the
+            rows of a segment: equal on all ranks of a prefill instance.
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
         linger_s: on wires of 50 GB/s and more an endpoint with open rooms polls every 50 us for this time after an
             event, before it sleeps. A longer time gives faster answers for more of a core.

@@ -175,6 +175,35 @@ class TestPartsOfAPeer:
         scene.from_decode(f.Expect, start=0, stop=8, paths=("slice",), tables=tables, tag=b"", **about)
 
 
+def test_a_million_scattered_pages_of_one_token_are_pulled() -> None:
+    """The same in the other direction: each offer names the pages of a segment, and fits into a frame."""
+    tokens = 1 << 20
+    spec = CacheSpec.kv(1, 1, 1, "int8")
+    rig = Rig(spec, options=Options(total_s=3000.0))
+    memory = Memory(channel=Counting, page_size=1, pages=tokens)
+    prefills = rig.prefill(tp_shards(spec, 1), memory=memory, strategy="mapped_pull", slot_bytes=1 << 26)
+    decodes = rig.decode(tp_shards(spec, 1), memory=memory, strategy="mapped_pull", ring_bytes=1 << 26)
+    request = rig.request("room", prefills, decodes, tokens).start().landed()
+    assert {handle.report.path for handle in request.sends} == {"mapped_pull"}
+    assert request.receives[0].report.segments >= 4 * tokens // (Options().table_part // 4)
+    assert counting(rig)[1].came["ChunkReady"] >= request.receives[0].report.segments
+    rig.quiet()
+
+
+def test_what_one_frame_cannot_carry_is_not_offered() -> None:
+    """Segments are cut so that it can; a cache of many groups of small pages fails by name."""
+    scene = Rig(SPEC, options=SMALL)
+    prefills = scene.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=1, pages=64), strategy="mapped_pull")
+    decodes = scene.decode(tp_shards(SPEC, 1), strategy="mapped_pull")
+    request = scene.request("room", prefills, decodes, 9).start().landed()
+    assert request.receives[0].report.segments == 9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("disagg_kv.endpoints.prefill.path_choice.OFFER_ROW", 1)
+        request = scene.request("other", prefills, decodes, 9).start().failed()
+    assert "the page tables that one frame can carry" in str(request.sends[0].error)
+    scene.quiet()
+
+
 @pytest.mark.slow
 def test_a_million_scattered_pages_of_one_token_are_copied_into_mapped_pages() -> None:
     """Page size 1 on both sides, 1,048,576 tokens, no two pages of which follow one another."""

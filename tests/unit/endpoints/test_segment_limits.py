@@ -11,7 +11,7 @@ from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import UNLIMITED, InstancePlans, Limits, RowRange
-from disagg_kv.strategies import auto_paths, paths
+from disagg_kv.strategies import paths
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 LIMITS = Limits(4096, 1 << 20, 4)
@@ -25,6 +25,10 @@ LIMITS = Limits(4096, 1 << 20, 4)
         (["mapped", "staged"], "cuda:0", True),
         (["direct"], "cuda:0", True),
         (["mapped", "of-a-third-party"], "cuda:0", True),
+        (["mapped_pull"], "cuda:0", False),
+        (["mapped_pull"], "cpu", True),
+        (["mapped", "mapped_pull"], "cuda:0", False),
+        (["mapped_pull", "staged"], "cuda:0", True),
         ([], "cuda:0", True),
     ],
 )
@@ -34,8 +38,21 @@ def test_only_where_all_writers_copy_into_mapped_pages_of_a_gpu_a_chunk_is_one_s
     """Writers of other paths cut alike: a segment is the same for all. Its ends are still those of pages."""
     site = PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4).site
     intake = InstancePlans((shard(SPEC),), site).intake(0).for_rows(RowRange(0, 1000))
-    for usable in (auto_paths(), tuple(paths()[name] for name in ("mapped",))):
-        limits = segment_limits(intake, Rank(0), LIMITS, allowed, usable, device)
-        assert limits.page_rows == 4
-        assert (limits.slot_bytes == UNLIMITED.slot_bytes) is not cut
-        assert (len(intake.segments(Rank(0), 0, 1000, limits)) == 1) is not cut
+    usable = [paths()[name] for name in ("mapped", "mapped_pull", "staged", "direct")]
+    limits = segment_limits(intake, Rank(0), LIMITS, allowed, usable, device, 1 << 18)
+    assert limits.page_rows == 4
+    assert (limits.slot_bytes == UNLIMITED.slot_bytes) is not cut
+    assert (len(intake.segments(Rank(0), 0, 1000, limits)) == 1) is not cut
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("allowed", [["mapped_pull"], ["staged", "mapped_pull"]])
+def test_where_decode_may_pull_a_frame_carries_the_page_ids_of_a_segment(allowed: Sequence[str], device: str) -> None:
+    """Four groups of pages of one row fit, whatever the pages of a writer are."""
+    site = PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4).site
+    intake = InstancePlans((shard(SPEC),), site).intake(0).for_rows(RowRange(0, 1 << 20))
+    usable = [paths()[name] for name in ("staged", "mapped_pull")]
+    limits = segment_limits(intake, Rank(0), Limits(1 << 30, 1 << 30, 4), allowed, usable, device, 1 << 18)
+    assert limits.rows == 1 << 14
+    cut = intake.segments(Rank(0), 0, 1 << 20, limits)
+    assert max(segment.rows for segment in cut) <= 1 << 14

@@ -128,8 +128,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
                 mapping = loop.connections.mapping
-                pages = loop.options.request_pages
-                router = Router(me, pools, chosen, self._schedule, usable, throughput.pace, mapping, pages, loop.lane)
+                pace, options, lane = throughput.pace, loop.options, loop.lane
+                router = Router(me, pools, chosen, self._schedule, usable, pace, mapping, options, lane)
                 self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
                 return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 

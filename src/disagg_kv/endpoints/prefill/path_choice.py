@@ -10,10 +10,15 @@ from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...ids import Epoch, Rank
 from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
 from ...planning.cache import PlanCache
+from ...protocol.page_runs import ID
 from ...strategies import AUTO, Job, TransferPlanner, copies_pages, maps_pages, pulls_pages, refusal
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared where the request's length is not known yet."""
+
+OFFER_ROW = 4 * ID
+"""Bytes of an offer that a row takes at most: a page id in each of four groups. Where pages have more rows, more groups
+fit. All writers of a segment cut it alike, so this depends on nothing that may differ between their pools."""
 
 
 @frozen(eq=False)
@@ -156,16 +161,23 @@ def segment_limits(
     allowed: Collection[str],
     usable: Iterable[TransferPlanner],
     device: str,
+    offer_bytes: int,
 ) -> Limits:
     """What cuts a chunk into segments: staging memory, where some writer's bytes may go through it.
 
-    Where decode allows only paths that copy into mapped pages, no writer's bytes do. One segment then costs each side
-    one frame, and the GPU one launch. On a CPU a copy keeps the endpoint's thread, so that it is cut nevertheless.
+    Where decode allows only paths that copy from pages to mapped pages, no writer's bytes do. One segment then costs
+    each side one frame, and the GPU one launch. On a CPU a copy keeps the endpoint's thread, so that it is cut
+    nevertheless. Where decode may pull, ``offer_bytes`` carry the page ids of a segment.
     """
-    mapping = {path.name for path in usable if maps_pages(path)}
-    if device != "cpu" and allowed and mapping.issuperset(allowed):
-        return evolve(UNLIMITED, page_rows=limits.page_rows)
-    return fitted(intake, writer, limits)
+    known = {path.name: path for path in usable}
+    copying = bool(allowed) and all(name in known and copies_pages(known[name]) for name in allowed)
+    if device != "cpu" and copying:
+        limits = evolve(UNLIMITED, page_rows=limits.page_rows)
+    else:
+        limits = fitted(intake, writer, limits)
+    if any(name in known and pulls_pages(known[name]) for name in allowed):
+        return evolve(limits, rows=max(1, offer_bytes // OFFER_ROW))
+    return limits
 
 
 def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:

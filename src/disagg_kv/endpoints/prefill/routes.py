@@ -32,15 +32,15 @@ from ...planning import (
     check_tables,
     tables_of,
 )
-from ...protocol import FlowPlan, Transfer, Verify
-from ...protocol.frames import MAX_TABLE, Expect, WireOffer, WirePace, wire_pace
+from ...protocol import FlowPlan, Options, Transfer, Verify
+from ...protocol.frames import Expect, WireOffer, WirePace, wire_pace
 from ...protocol.page_runs import tables_from_wire, tables_to_wire, total
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages, pulls_pages
 from ...transports import Bells, Lane
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
-from .path_choice import PathChooser, PathRequest, segment_limits
+from .path_choice import OFFER_ROW, PathChooser, PathRequest, segment_limits
 from .read_pools import ReadPools
 
 Plan = Writes | StagedLayout | PageCopy | WireOffer
@@ -97,7 +97,7 @@ class Router:
         schedule: when rows cross.
         pace: how fast this rank is over a lane; None: nothing was measured yet.
         mapping: the pool of a decode rank, as it is mapped here.
-        request_pages: see :class:`~disagg_kv.protocol.Options`.
+        options: how many page ids a request may name, and how many bytes of them a frame carries.
         lane: what carries writes to a decode rank.
     """
 
@@ -110,12 +110,12 @@ class Router:
         paths: Iterable[TransferPlanner],
         pace: Callable[[str], Pace | None],
         mapping: Callable[[Epoch], Mapping],
-        request_pages: int,
+        options: Options,
         lane: Callable[[Epoch], Lane],
     ) -> None:
         self._lane = lane
         self._mapping = mapping
-        self._request_pages = request_pages
+        self._options = options
         self._me = me
         self._pools = pools
         self._strategy = strategy
@@ -179,7 +179,7 @@ class Router:
         pulled = pulls_pages(path)
         if not path.exposes_pages and not pulled and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
-        tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
+        tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._options.request_pages)
         ring = RegionId(hello.ring_region)
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
@@ -193,7 +193,7 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages or pulled,
-            segment_limits(intake, me.rank, limits, frame.paths, me.paths, me.device),
+            segment_limits(intake, me.rank, limits, frame.paths, me.paths, me.device, self._options.table_part),
             path.name,
             grouping,
             partial(self._measured, lane),
@@ -242,7 +242,7 @@ class Router:
         site = route.pool.site
         check_pages(site, route.view.layout(segment), tables)
         if pulls_pages(route.path):
-            return offer_of(route, segment, tables)
+            return offer_of(route, segment, tables, self._options.table_part)
         plan = route.path.send(Job(route.pair, segment, tables, route.tables))
         if route.mapped is not None and isinstance(plan, PageCopy) and plan.source.nbytes == transfer.nbytes:
             check_tables(site, plan.source, tables)
@@ -262,8 +262,8 @@ class Router:
         return plan
 
 
-def offer_of(route: Route, segment: Segment, tables: Tables) -> WireOffer:
-    """Our pages of a segment, as decode learns of them.
+def offer_of(route: Route, segment: Segment, tables: Tables, table_part: int) -> WireOffer:
+    """Our pages of a segment, as decode learns of them; ``table_part``: bytes of page ids that a frame carries.
 
     Raises:
         GeometryError: page tables that do not cover the segment.
@@ -272,8 +272,8 @@ def offer_of(route: Route, segment: Segment, tables: Tables) -> WireOffer:
     site, layout = route.pool.site, route.view.layout(segment)
     check_tables(site, layout, tables)
     found = tables_to_wire(tables_of(site, layout, tables))
-    if (nbytes := total(found)) > MAX_TABLE:
-        raise OversizeError("the page tables that one frame can carry", nbytes, MAX_TABLE)
+    if (nbytes := total(found)) > (most := max(table_part, OFFER_ROW)):
+        raise OversizeError("the page tables that one frame can carry", nbytes, most)
     return WireOffer(route.path.name, found)
 
 
