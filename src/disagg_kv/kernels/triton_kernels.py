@@ -44,7 +44,7 @@ class Tuning:
 TUNED = {
     "gather": Tuning(),
     "scatter": Tuning(neighbours_together=True),
-    "copy": Tuning(tile_bytes=32768, warps=16, programs=1),
+    "copy": Tuning(tile_bytes=65536, warps=16, programs=1),
     "checksum": Tuning(tile_bytes=8192),
     "gather_converted": Tuning(tile_bytes=8192, warps=4),
     "copy_converted": Tuning(tile_bytes=32768, warps=16, programs=1),

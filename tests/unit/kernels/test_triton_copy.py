@@ -103,7 +103,7 @@ def test_a_launch_takes_no_more_programs_than_it_may(most: int, monkeypatch: pyt
     tables = {KV: PageTable(KV, list(range(8)))}
     moves = [PageMove(PageCopy(layout, layout), Pages(source, tables), Pages(pool, tables)) for pool in pools]
     assert launcher(moves, None) is None
-    tiles = 2 * -(-128 * 300 * 8 // (1 << 15))
+    tiles = 2 * -(-128 * 300 * 8 // launcher._tuning.tile_bytes)
     assert len(counted.programs) == 1
     assert min(most, tiles) <= counted.programs[0] <= most
     for pool in pools:
