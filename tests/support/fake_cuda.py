@@ -129,7 +129,7 @@ class FakeCuda:
 
     def unshare(self, device: int, addr: int) -> None:
         self._check("unshare")
-        del self.shared[addr]
+        ctypes.string_at(addr, self.shared.pop(addr))  # it is mapped still
 
     def stream(self, device: int) -> Stream:
         made = Stream(next(self._numbers))

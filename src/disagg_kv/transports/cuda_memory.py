@@ -48,7 +48,12 @@ class Opened:
 
 
 class CudaBells(HostBells):
-    """A peer's board, in which streams of one device may store, too. It is taken from them with the last reference."""
+    """A peer's board, in which streams of one device may store, too. It is taken from them with the last reference.
+
+    No owner could take it earlier: a copy in flight may ring after its peer was disconnected and the transport closed.
+    So the thread that drops the last bell does it, perhaps the engine's. The driver allows any thread, and this takes
+    no lock that the thread may hold. It may wait for the GPU once.
+    """
 
     def __init__(self, cuda: Cuda, device: str, board: Buffer, whose: str) -> None:
         super().__init__(board)

@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Self
 
@@ -442,6 +443,21 @@ def test_a_board_is_the_streams_while_a_bell_of_it_lives(pair: Pair, cuda: FakeC
     ring(kept)
     assert pair.target.words()[SLOT_WORDS] == 5
     kept.clear()
+    assert not cuda.shared
+
+
+def test_a_board_is_taken_from_streams_by_the_thread_that_drops_its_last_bell(pair: Pair, cuda: FakeCuda) -> None:
+    """Once, while it is mapped still, whatever that thread is: here, one that has nothing to do with a transport."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    bells = transport.open_bells(pair.peer, pair.target.board(4096))
+    kept = [bells.arm(slot, 5, (0, 1, 0, 1), "cuda:0") for slot in (1, 2)]
+    del bells
+    pair.source.close(0.0)
+    assert kept.pop() is not None
+    assert len(cuda.shared) == 1
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(kept.clear).result(10.0)
     assert not cuda.shared
 
 
