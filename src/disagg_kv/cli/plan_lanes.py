@@ -52,7 +52,8 @@ def planned(name: str) -> Sequence[PlannedLane]:
     lanes, on_gpu = list[PlannedLane](), dict[str, Capabilities]()
     for lane in lane_names(name):
         if lane == AUTO:
-            raise ConfigurationError("transport 'auto' takes what starts on a host: name the transports, as shm+nixl")
+            instead = "name them in its order, cuda_ipc+nixl for GPUs or shm+nixl for CPUs"
+            raise ConfigurationError(f"transport 'auto' takes what starts on a host, which plan does not: {instead}")
         factory = factory_of(lane)
         caps, maps = getattr(factory, "caps", None), hasattr(factory, "map") and hasattr(factory, "unmappable")
         if not isinstance(caps, Capabilities):

@@ -228,7 +228,7 @@ def test_a_pair_that_no_transport_reaches_says_why(cli: Cli) -> None:
     ("line", "why"),
     [
         ("--transport pigeon", "unknown transport 'pigeon'"),
-        ("--transport auto", "takes what starts on a host"),
+        ("--transport auto", "name them in its order, cuda_ipc+nixl for GPUs or shm+nixl for CPUs"),
         ("--transport shm --prefill-hosts a,b", "--prefill-hosts 'a,b': one host, or one for each of the 4 ranks"),
         ("--transport shm --decode-hosts a,", "--decode-hosts 'a,'"),
         ("--transport made", "known only once it is started"),

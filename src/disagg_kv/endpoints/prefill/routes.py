@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ...errors import LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...geometry import I32, shards_as
@@ -40,6 +40,7 @@ from ...transports import Bells, Lane
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
+from .lane_rates import LaneRates
 from .path_choice import OFFER_ROW, PathChooser, PathRequest, segment_limits
 from .read_pools import ReadPools
 
@@ -89,6 +90,8 @@ class Route:
 class Router:
     """Finds the route of a room towards a decode rank, and plans its transfers.
 
+    ``rates`` is how fast the lanes are: the writes are measured, and the choice of a path reads the result.
+
     Args:
         me: this endpoint.
         pools: its cache, as decode ranks read it.
@@ -121,6 +124,7 @@ class Router:
         self._strategy = strategy
         self._schedule = schedule
         self._pace = pace
+        self.rates = LaneRates()
         self._regions: I32 = np.array(me.regions, np.int32)
         self._chooser = PathChooser(strategy.path, tuple(paths))
         self._plans: dict[Epoch, InstancePlans] = {}
@@ -175,6 +179,7 @@ class Router:
         request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped)
         lane = self._lane(remote.epoch)
         costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, unmapped is None)
+        costs = evolve(costs, measured=self.rates.of(lane))
         path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
         pulled = pulls_pages(path)
         if not path.exposes_pages and not pulled and stuck >= quota:

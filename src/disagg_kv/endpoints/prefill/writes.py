@@ -24,6 +24,7 @@ from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..runtime.event_loop import EventLoop
 from ..runtime.peer_registry import HeldMemory
+from .lane_rates import LaneRates
 from .room import PrefillRoom
 from .slots import Slot, StagingSlots
 from .throughput import ThroughputEstimator
@@ -72,6 +73,7 @@ class Post:
     began: float
     posted: bool = False
     crossing: bool = False
+    descriptors: int = 1
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
     copying: bool = False
@@ -97,16 +99,20 @@ class PostedWrites:
     Args:
         loop: the endpoint's: its transport, peers, clock and observer.
         slots: what staged writes read.
-        throughput: measures how fast writes are.
+        throughput: measures how fast transfers are.
+        rates: measures how fast lanes are.
     """
 
-    def __init__(self, loop: EventLoop, slots: StagingSlots[Post], throughput: ThroughputEstimator) -> None:
+    def __init__(
+        self, loop: EventLoop, slots: StagingSlots[Post], throughput: ThroughputEstimator, rates: LaneRates
+    ) -> None:
         self._loop = loop
         self._clock = loop.clock
         self._transport = loop.me.transport
         self._max_batch = loop.me.transport.caps.max_batch
         self._slots = slots
         self._throughput = throughput
+        self._rates = rates
         self.of_room: dict[PrefillRoom, dict[Post, None]] = {}
         self.posts: dict[Ticket, Post] = {}
         self.outcomes: deque[Outcome] = deque()
@@ -166,7 +172,7 @@ class PostedWrites:
     def post(self, post: Post, writes: Writes, after: Event | None) -> None:
         """Submit the writes of a transfer, behind ``after``; an error of the transport becomes the transfer's."""
         started = self._clock()
-        post.posted = True
+        post.posted, post.descriptors = True, len(writes)
         if after is None or post.slot is None:
             self.crosses(post, started)
         try:
@@ -179,7 +185,7 @@ class PostedWrites:
             # A transport raises before it has a ticket: nothing of this batch moves.
             post.error = exc
         report = post.room.handle.report
-        report.descriptors += len(writes)
+        report.descriptors += post.descriptors
         report.spend("post", self._clock() - started)
         if not post.tickets:
             self.end(post)
@@ -193,6 +199,8 @@ class PostedWrites:
         post.crossing, post.began = True, at
         post.room.handle.report.write_begins(at)
         self._throughput.crossing((post.room.key, post.transfer.to, post.transfer.segment), at)
+        route = post.room.routes[post.transfer.to]
+        self._rates.begins(route.lane, route.mapped is not None, at)
 
     def _span(self, name: str, post: Post, stop: float) -> None:
         """A piece of a transfer's work is over."""
@@ -227,6 +235,8 @@ class PostedWrites:
             ended = self._clock()
             post.room.handle.report.write_ends(ended)
             self._span("wire", post, ended)
+            route, nbytes = post.room.routes[post.transfer.to], 0 if post.error is not None else post.transfer.nbytes
+            self._rates.ends(route.lane, route.mapped is not None, ended, post.descriptors, nbytes)
         if post.quiet:
             self._unpin(post)
         if post.summing and post.error is None:

@@ -47,6 +47,7 @@ MARKS = frozenset(
         "mapped:a copy fails before it is quiet",
         "mapped:a copy outlives its target",
         "mapped:a mapping fails",
+        "measured:a path is chosen",
         "bells:late",
         "bells:lost",
         "bells:twice",

@@ -353,6 +353,8 @@ class Room(SimRoom):
             self._count_kinds(entry)
             if handle.report.bells:
                 world.saw(Kind.BELLS)
+            if isinstance(handle, DeliveryHandle) and "as measured" in handle.report.reason:
+                world.mark("measured:a path is chosen")
             if self.plan.burst and phase is Phase.DONE:
                 world.saw(Kind.CHUNKS)
             if self.plan.room.startswith(b"crowd") and not world.rooms[0].over:
