@@ -223,32 +223,31 @@ def test_keys_of_killed_ranks_in_the_store_are_a_named_error_soon(cluster: Clust
     assert "no process listens there" in look.message
 
 
-AT_ONCE_S, FOUND_S = 1.0, 10.0
-"""What a busy host may take for milliseconds, and for a second. Without a memory of failures a request takes 3 s."""
+FOUND_S = 10.0
+"""What a busy host may take for a second."""
 
 
 @pytest.mark.parametrize("cluster", ["ipc", "tcp", "unix"], indirect=True)
 def test_each_further_request_to_a_killed_instance_fails_at_once_until_it_is_back(cluster: Cluster) -> None:
-    """The first request after the end tries to connect for ``closed_s``; then attempts go on beside the requests."""
+    """The first request after the end tries to connect for ``closed_s``; then attempts go on beside the requests.
+
+    Only a request that waits for no attempt gets the outcome of an earlier one: no clock is needed to show it.
+    """
     (first,) = cluster.start("prefill", "P", knobs=Knobs(options=KEEN))
     (decode,) = cluster.start("decode", "D", knobs=Knobs(options=KEEN))
     deliver([first], [decode], b"before")
     decode.until(b"before", lambda look: look.released)
     first.kill()
 
-    def request(room: bytes) -> tuple[Look, float]:
-        began = time.monotonic()
+    def request(room: bytes) -> Look:
         decode.ask("expect", room, "P", 16)
         look = decode.until(room, lambda look: look.released)
-        return look, time.monotonic() - began
-
-    look, _ = request(b"first")
-    assert look.phase == "FAILED", look
-    for number in range(6):
-        look, took = request(b"later %d" % number)
         assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
-        assert "still so" in look.message
-        assert took < AT_ONCE_S, look
+        return look
+
+    request(b"first")
+    for number in range(6):
+        assert "still so" in request(b"later %d" % number).message
         time.sleep(0.4)
     again = cluster.again(first)
     again.ask("open_rooms")
