@@ -18,9 +18,9 @@ from disagg_kv.kernels import PageMove, PreparedCopy
 from disagg_kv.memory import Bell, Event, bytes_of, parts
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.strategies import LayerPipelined
+from tests.support.device_copies import DeviceKernels
 from tests.support.rig import KV, Decodes, PrefillOptions, Prefills, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
-from tests.unit.endpoints.test_mapped import DeviceKernels
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -69,6 +69,12 @@ class Scene:
     kernels: ArmingKernels
     request: Request
     step: ForwardPass = field(init=False)
+
+    def finish(self) -> None:
+        """The device gets to what is launched."""
+        for copy in self.kernels.queued:
+            if not copy.happened:
+                copy.run()
 
     def announce(self, stop: int = 9) -> Scene:
         """A forward pass begins, and what it computes is armed."""
@@ -446,14 +452,8 @@ class World:
         if point in self.steps:
             found.rig.turn(0.0)
         if point >= self.ended:
-            self.finish()
+            self.found.finish()
         self.check()
-
-    def finish(self) -> None:
-        """The device gets to what is launched."""
-        for copy in self.found.kernels.queued:
-            if not copy.happened:
-                copy.run()
 
     def check(self) -> None:
         """No page is free that may be read or written; nothing is launched twice, or after it was dropped."""
@@ -473,7 +473,7 @@ class World:
         rig, request = self.found.rig, self.found.request
         rig.turn()
         self.check()
-        self.finish()
+        self.found.finish()
         if self.abort < NEVER:
             rig.until(lambda: all(h.released for h in request.handles), "the end")
             assert request.all(Phase.FAILED)
@@ -495,7 +495,7 @@ class World:
         request.send(9)
         for _ in range(8):
             self.found.rig.turn()
-            self.finish()
+            self.found.finish()
 
 
 INSIDE = (POINTS.index("due"), POINTS.index("begin"), POINTS.index("end"))

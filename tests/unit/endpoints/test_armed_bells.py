@@ -11,10 +11,10 @@ from disagg_kv.errors import TransportError
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.strategies import LayerPipelined
 from disagg_kv.transports.bells import HostBells, words_of
+from tests.support.device_copies import Copy
 from tests.support.rig import Rig, tp_shards
 from tests.support.rig_parts import Flag
-from tests.unit.endpoints.test_armed import SPEC, ArmingKernels, Scene, Unordered, awaited, scene
-from tests.unit.endpoints.test_mapped import Copy
+from tests.unit.endpoints.test_armed import NEVER, POINTS, SPEC, ArmingKernels, Scene, Unordered, awaited, scene
 
 BELLS = Options(bells=512)
 
@@ -179,10 +179,6 @@ def test_what_rings_stays_mapped_until_the_copy_has_ended() -> None:
     assert seen(found) is Phase.DONE
 
 
-POINTS = ("before", "due", "begin", "end", "after")
-NEVER = len(POINTS)
-
-
 @define(eq=False)
 class World:
     """One interleaving of the engine's ``close``, its device, decode's abort, a withdrawal and endpoints' threads.
@@ -217,13 +213,13 @@ class World:
         self.at(4)
         found.request.finish()
         found.rig.turn()
-        self.finish()
+        self.found.finish()
         if self.withdraw and not self.aborted:
             found.kernels.ends, found.kernels.queued = [], []
             found.request.send(9)
             for _ in range(8):
                 found.rig.turn()
-                self.finish()
+                self.found.finish()
         self.look()
         found.request.ended()
         assert self.outcome in (None, seen(found)), "an outcome has changed"
@@ -239,15 +235,9 @@ class World:
         if point in self.steps:
             self.found.rig.turn(0.0)
         if point >= self.ended:
-            self.finish()
+            self.found.finish()
         if self.looks:
             self.look()
-
-    def finish(self) -> None:
-        """The device gets to what is launched."""
-        for copy in copies(self.found):
-            if not copy.happened:
-                copy.run()
 
     def look(self) -> None:
         """Decode's engine looks: it is done only if the bytes are there, and stays so."""

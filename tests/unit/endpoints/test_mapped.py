@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,95 +11,19 @@ import pytest
 
 from disagg_kv.endpoints.prefill.read_pools import ReadPools
 from disagg_kv.errors import ConfigurationError, RegistrationError, TransportError
-from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
-from disagg_kv.kernels import CpuKernels, PageMove
-from disagg_kv.memory import Bell, Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool
+from disagg_kv.memory import Buffer, MappedPool, MemoryPool, PagedMemory, PagedPool
 from disagg_kv.protocol import Phase
 from disagg_kv.testing import FaultyTransport, MappingFault, MappingPlan, faultless
 from disagg_kv.transports import InprocTransport, Transport, emulate
+from tests.support.device_copies import SPEC, DeviceKernels, Failing, launched, scene
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
-
-SPEC = CacheSpec.kv(2, 4, 8, "float16")
-
-
-class Copy:
-    """A launched copy; also the event of its end."""
-
-    def __init__(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
-        self.moves = moves
-        self.after = after
-        self.bells = bells
-        self.happened = False
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """The device gets there."""
-        assert self.after is None or self.after.query(), "the rows are not final"
-        CpuKernels().copy(self.moves, None, self.bells)
-        self.happened, self.error = True, None
-
-    def query(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.happened
-
-    def synchronize(self) -> None:
-        raise AssertionError("a thread waited")
-
-
-class Failing(Flag):
-    """An engine's event that may raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error: Exception | None = None
-
-    def query(self) -> bool:
-        """Raise, or True once fired."""
-        if self.error is not None:
-            raise self.error
-        return super().query()
-
-
-class DeviceKernels(CpuKernels):
-    """Copies that are queued, and done when the test says so."""
-
-    def __init__(self) -> None:
-        self.queued: list[Copy] = []
-        self.refuses: list[Exception] = []
-
-    def orders(self, event: Event) -> bool:
-        return True
-
-    def copy(  # type: ignore[override]
-        self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()
-    ) -> Event | None:
-        if self.refuses:
-            raise self.refuses.pop()
-        self.queued.append(Copy(moves, after, bells))
-        return self.queued[-1]
-
-
-def scene(decode_tp: int = 1) -> tuple[Rig, DeviceKernels, Request]:
-    """One prefill rank whose device copies at the test's word; a request that decode awaits and prefill has open."""
-    rig = Rig(SPEC)
-    kernels = DeviceKernels()
-    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=kernels)
-    decodes = rig.decode(tp_shards(SPEC, decode_tp), strategy="mapped")
-    return rig, kernels, rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
-
-
-def launched(rig: Rig, kernels: DeviceKernels, count: int = 1) -> Copy:
-    """The last copy that was launched."""
-    rig.until(lambda: len(kernels.queued) == count, f"{count} copies")
-    return kernels.queued[-1]
 
 
 def test_one_launch_for_all_destinations_behind_the_engine_s_event() -> None:
     """It is queued before the rows are final, and announced only after it has ended."""
-    rig, kernels, request = scene(decode_tp=2)
+    rig, kernels, request = scene("mapped", decode_tp=2)
     ready = Flag()
     request.send(9, ready=ready).finish()
     copy = launched(rig, kernels)
@@ -119,7 +41,7 @@ def test_one_launch_for_all_destinations_behind_the_engine_s_event() -> None:
 
 def test_rows_of_two_events_are_two_launches() -> None:
     """The first rows do not wait for the event of the second."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped")
     first, second = Flag(), Flag()
     request.send(4, ready=first).send(9, 4, ready=second).finish()
     launched(rig, kernels, 2)
@@ -133,58 +55,9 @@ def test_rows_of_two_events_are_two_launches() -> None:
     rig.quiet()
 
 
-def test_an_abort_is_acknowledged_once_the_copy_has_ended() -> None:
-    """Until then decode's pages wait for evidence, and prefill's are read."""
-    rig, kernels, request = scene()
-    request.send(9)
-    copy = launched(rig, kernels)
-    request.receives[0].abort("enough")
-    rig.wait(2.0)
-    assert [h.phase for h in request.handles] == [Phase.FAILED] * 2
-    assert not any(h.released for h in request.handles)
-    copy.run()
-    request.forgive()
-    rig.until(lambda: all(h.released for h in request.handles), "the evidence")
-    rig.check()
-    rig.quiet()
-
-
-def test_a_withdrawal_waits_for_the_copy() -> None:
-    """Pages that are taken away are read until the copy has ended."""
-    rig, kernels, request = scene()
-    request.send(9)
-    copy = launched(rig, kernels)
-    gone = request.sends[0].withdraw()
-    rig.wait(1.0)
-    assert not gone.query()
-    copy.run()
-    rig.until(gone.query, "the end of the reads")
-    request.send(9).finish().landed()
-    rig.quiet()
-
-
-@pytest.mark.parametrize("state", ["runs", "failed", "ended"])
-def test_what_a_copy_uses_stays_mapped_when_its_endpoint_is_gone(state: str) -> None:
-    """Until the copy is known to have ended: the device may still read and write there."""
-    rig, kernels, request = scene()
-    request.send(9).finish()
-    copy = launched(rig, kernels)
-    mapped = weakref.ref(copy.moves[0].target.pool)
-    if state == "failed":
-        copy.error = OSError("the driver is confused")
-        rig.turn()
-    elif state == "ended":
-        copy.run()
-        request.landed()
-    rig.close()
-    del rig, kernels, request, copy
-    gc.collect()
-    assert (mapped() is None) == (state == "ended")
-
-
 def test_a_destination_s_end_proves_nothing_about_our_copy() -> None:
     """The mapping outlives its owner: our pages are read until the event has happened."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped")
     request.send(9)
     copy = launched(rig, kernels)
     (peer,) = request.prefills[0].endpoint.peers()
@@ -198,28 +71,9 @@ def test_a_destination_s_end_proves_nothing_about_our_copy() -> None:
     assert request.prefills[0].endpoint.open_rooms == 0
 
 
-@pytest.mark.parametrize("proved", [True, False])
-def test_an_event_that_raises_fails_the_room_and_frees_nothing(proved: bool) -> None:
-    """The copy may still run. If its event happens later, that is the evidence; else pages are kept."""
-    rig, kernels, request = scene()
-    request.send(9)
-    copy = launched(rig, kernels)
-    copy.error = OSError("the device is lost")
-    rig.until(lambda: all(h.phase is Phase.FAILED for h in request.handles), "the failure")
-    assert "the device is lost" in str(request.sends[0].error)
-    rig.wait(5.0)
-    assert not any(h.released for h in request.handles)
-    assert len(kernels.queued) == 1, "a copy that is not quiet is launched again"
-    if proved:
-        copy.run()
-        request.forgive()
-        rig.until(lambda: all(h.released for h in request.handles), "the evidence")
-        rig.quiet()
-
-
 def test_an_engine_s_event_that_raises_fails_the_room() -> None:
     """A copy behind it says so by its own event."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped")
     ready = Failing()
     request.send(9, ready=ready)
     copy = launched(rig, kernels)
@@ -234,21 +88,9 @@ def test_an_engine_s_event_that_raises_fails_the_room() -> None:
     rig.quiet()
 
 
-def test_a_copy_that_cannot_be_launched_fails_the_room_alone() -> None:
-    """Nothing of it moves, so pages come back at once."""
-    rig, kernels, request = scene()
-    kernels.refuses = [OSError("no launch")]
-    request.send(9).failed()
-    assert "no launch" in str(request.sends[0].error)
-    other = rig.request("other", request.prefills, request.decodes, 9).start(9)
-    launched(rig, kernels).run()
-    other.landed()
-    rig.quiet()
-
-
 def test_a_retryable_error_of_a_launch_is_tried_again() -> None:
     """As for writes."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped")
     kernels.refuses = [TransportError("not now", retryable=True)]
     request.send(9).finish()
     launched(rig, kernels).run()

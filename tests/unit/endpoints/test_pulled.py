@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,21 +14,11 @@ from disagg_kv.memory import PagedPool
 from disagg_kv.planning import tables_of
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport, ShmTransport
-from tests.support.rig import Memory, Request, Rig, tp_shards
+from tests.support.device_copies import SPEC, Failing, launched, scene
+from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import Flag
-from tests.unit.endpoints.test_mapped import DeviceKernels, Failing, launched
 
-SPEC = CacheSpec.kv(2, 4, 8, "float16")
 QUICK = Options(silence_s=2.0, heartbeat_s=0.5)
-
-
-def scene(prefill_tp: int = 1, options: Options = QUICK) -> tuple[Rig, DeviceKernels, Request]:
-    """One decode rank whose device copies at the test's word; a request that decode awaits and prefill has open."""
-    rig = Rig(SPEC)
-    kernels = DeviceKernels()
-    prefills = rig.prefill(tp_shards(SPEC, prefill_tp), strategy="mapped_pull", options=options)
-    decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped_pull", kernels=kernels, options=options)
-    return rig, kernels, rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
 
 
 def test_pages_that_no_peer_can_map_are_refused_at_the_start() -> None:
@@ -45,7 +33,7 @@ def test_pages_that_no_peer_can_map_are_refused_at_the_start() -> None:
 
 def test_rows_are_offered_when_they_are_final_and_land_when_they_are_read() -> None:
     """No earlier, either of them; writers that offer together share a launch."""
-    rig, kernels, request = scene(prefill_tp=4)
+    rig, kernels, request = scene("mapped_pull", prefill_tp=4)
     ready = Flag()
     request.send(9, ready=ready).finish()
     rig.wait(1.0)
@@ -67,26 +55,9 @@ def test_rows_are_offered_when_they_are_final_and_land_when_they_are_read() -> N
     rig.quiet()
 
 
-@pytest.mark.parametrize("who", ["decode", "prefill"])
-def test_after_an_abort_pages_of_both_sides_wait_for_the_kernel_alone(who: str) -> None:
-    """It reads the ones and writes the others. Then decode's are free at once, and prefill's with the next frame."""
-    rig, kernels, request = scene()
-    request.send(9)
-    copy = launched(rig, kernels)
-    (request.receives if who == "decode" else request.sends)[0].abort("enough")
-    rig.wait(2.0)
-    assert [h.phase for h in request.handles] == [Phase.FAILED] * 2
-    assert not any(h.released for h in request.handles)
-    copy.run()
-    request.forgive()
-    rig.until(lambda: all(h.released for h in request.handles), "the end of the kernel")
-    rig.check()
-    rig.quiet()
-
-
 def test_decode_needs_no_evidence_about_prefill() -> None:
     """No process writes: a failed room's pages are free although prefill is silent."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped_pull", options=QUICK)
     request.send(9)
     launched(rig, kernels).run()
     rig.until(lambda: request.receives[0].report.segments == 1, "the rows")
@@ -95,25 +66,10 @@ def test_decode_needs_no_evidence_about_prefill() -> None:
     assert request.receives[0].released
 
 
-def test_a_withdrawal_waits_until_decode_has_read() -> None:
-    """Pages that were offered are read; those of other writers need not be there for that."""
-    rig, kernels, request = scene(prefill_tp=2)
-    request.send(9)
-    rig.until(lambda: sum(len(copy.moves) for copy in kernels.queued) == 2, "the pulls")
-    gone = [handle.withdraw() for handle in request.sends]
-    rig.wait(1.0)
-    assert not any(one.query() for one in gone)
-    for copy in kernels.queued:
-        copy.run()
-    rig.until(lambda: all(one.query() for one in gone), "the end of the reads")
-    request.send(9).finish().landed()
-    rig.quiet()
-
-
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_silence_of_decode_frees_nothing(goes_on: bool) -> None:
     """What decode reads when it goes on must be what was offered: only its word, or its end, frees the pages."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped_pull", options=QUICK)
     request.send(9).finish()
     copy = launched(rig, kernels)
     (peer,) = request.prefills[0].endpoint.peers()
@@ -135,55 +91,9 @@ def test_silence_of_decode_frees_nothing(goes_on: bool) -> None:
     rig.until(lambda: all(h.released for h in request.handles), "the end of the kernel")
 
 
-@pytest.mark.parametrize("proved", [True, False])
-def test_an_event_that_raises_fails_the_room_and_frees_nothing(proved: bool) -> None:
-    """The kernel may still run. If its event happens later, that is the evidence; else pages are kept."""
-    rig, kernels, request = scene()
-    request.send(9)
-    copy = launched(rig, kernels)
-    copy.error = OSError("the device is lost")
-    rig.until(lambda: all(h.phase is Phase.FAILED for h in request.handles), "the failure")
-    assert "the device is lost" in str(request.receives[0].error)
-    rig.wait(5.0)
-    assert not any(h.released for h in request.handles)
-    if proved:
-        copy.run()
-        request.forgive()
-        rig.until(lambda: all(h.released for h in request.handles), "the evidence")
-        rig.quiet()
-
-
-def test_a_pull_that_cannot_be_launched_fails_its_room_alone() -> None:
-    """Of two rooms that would share a launch, one goes on."""
-    rig, kernels, request = scene()
-    kernels.refuses = [OSError("no launch")]
-    request.send(9).failed()
-    assert "no launch" in str(request.receives[0].error)
-    other = rig.request("other", request.prefills, request.decodes, 9).start(9)
-    launched(rig, kernels).run()
-    other.landed()
-    rig.quiet()
-
-
-@pytest.mark.parametrize("state", ["runs", "ended"])
-def test_what_a_pull_reads_stays_mapped_when_its_endpoint_is_gone(state: str) -> None:
-    """Until the kernel is known to have ended."""
-    rig, kernels, request = scene()
-    request.send(9).finish()
-    copy = launched(rig, kernels)
-    mapped = weakref.ref(copy.moves[0].source.pool)
-    if state == "ended":
-        copy.run()
-        request.landed()
-    rig.close()
-    del rig, kernels, request, copy
-    gc.collect()
-    assert (mapped() is None) == (state == "ended")
-
-
 def test_pages_of_decode_that_are_not_writable_yet_hold_a_pull_back() -> None:
     """Rows are read once the engine's event says so."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped_pull")
     ready = Flag()
     other = rig.request("other", request.prefills, request.decodes, 9).open_decode().expect(9, ready=ready)
     other.open_prefill().send(9).finish()
@@ -196,7 +106,7 @@ def test_pages_of_decode_that_are_not_writable_yet_hold_a_pull_back() -> None:
 
 def test_a_launch_that_fails_for_several_parts_is_made_for_each() -> None:
     """One of them may be at fault, or they are too many for one."""
-    rig, kernels, request = scene(prefill_tp=2)
+    rig, kernels, request = scene("mapped_pull", prefill_tp=2)
     kernels.refuses = [OSError("too many")]
     request.send(9).finish()
     rig.until(lambda: sum(len(copy.moves) for copy in kernels.queued) == 2, "the pulls")
@@ -206,21 +116,9 @@ def test_a_launch_that_fails_for_several_parts_is_made_for_each() -> None:
     rig.quiet()
 
 
-def test_a_pull_that_cannot_be_launched_fails_the_room_alone() -> None:
-    """Nothing of it moves, so pages come back at once."""
-    rig, kernels, request = scene()
-    kernels.refuses = [OSError("no launch")]
-    request.send(9).failed()
-    assert "no launch" in str(request.receives[0].error)
-    other = rig.request("other", request.prefills, request.decodes, 9).start(9)
-    launched(rig, kernels).run()
-    other.landed()
-    rig.quiet()
-
-
 def test_pages_that_prefill_does_not_have_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is offered is checked before a kernel reads it; the room fails, and the next one does not."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped_pull")
 
     def wrong(*args: Any) -> Iterator[PageTable]:
         for table in tables_of(*args):
@@ -239,7 +137,7 @@ def test_pages_that_prefill_does_not_have_are_never_read(monkeypatch: pytest.Mon
 
 def test_an_event_of_decode_s_engine_that_raises_fails_the_room() -> None:
     """It says when decode's pages may be written; nothing was read until then."""
-    rig, kernels, request = scene()
+    rig, kernels, request = scene("mapped_pull")
     ready = Failing()
     other = rig.request("other", request.prefills, request.decodes, 9).open_decode().expect(9, ready=ready)
     other.open_prefill().send(9)
