@@ -34,6 +34,8 @@ BUGS: Sequence[Mutant] = (
            DRAINING + "_may_touch_pages", "return self._exposed", "return False"),
     Mutant("a lost frame is never sent again",
            "protocol.repeater:Repeater.tick", "out.append(due.send)", "pass"),
+    Mutant("done does not name what carried the writes",
+           FLOW + "_check_finished", "lane=self.plan.lane", 'lane=""'),
     Mutant("arrivals are counted, not writers",
            RECEIVE + "_on_chunk_ready", "if w.rank not in part.arrived:\n        self._land(",
            "if w.rank in part.arrived:\n        part.staged |= set(part.writers) - part.arrived\n"

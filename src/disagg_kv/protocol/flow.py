@@ -402,6 +402,7 @@ class Flow(Machine[Sending]):
             segments=self.outbound.announced,
             aux=None if self._aux.data else f.aux,
             pace=self.plan.pace(),
+            lane=self.plan.lane,
         )
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
 

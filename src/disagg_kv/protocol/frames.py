@@ -18,7 +18,7 @@ from ..errors import About, RemoteProtocolError
 from ..ids import peer_name
 from .verify import Verify
 
-VERSION = 6
+VERSION = 7
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
@@ -302,13 +302,14 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     """Prefill -> decode: all segments of this rank up to row ``stop`` are written and announced; no write follows.
 
     ``segments`` is their number: notices may be lost, or arrive after this frame. ``aux``: if this rank has any;
-    ``pace``: of this rank, if it was measured.
+    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost.
     """
 
     stop: U
     segments: U
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     pace: WirePace | None = None
+    lane: Name = ""
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):

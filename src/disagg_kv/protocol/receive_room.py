@@ -109,9 +109,8 @@ class ReceiveRoom(DrainingRoom):
         source: str = "",
     ) -> None:
         super().__init__(room, generation, epoch, options, tag, source)
-        self.path = self.lane = ""
+        self.path = ""
         self.paths: dict[Rank, str] = {}
-        self._lanes: set[str] = set()
         self._options = options
         self._deadline = now + options.total_s
         self._claim_by = inf
@@ -144,10 +143,22 @@ class ReceiveRoom(DrainingRoom):
         return Phase.MOVING if self._claim_by == inf else Phase.WAITING
 
     @property
+    def lane(self) -> str:
+        """What carries the writes, as far as the writers have named it; of several, all, joined by ``+``."""
+        if self._intake is None:
+            return ""
+        return "+".join(sorted({w.lane for w in self._writers.values() if w.lane and self._intake.parts[w.rank]}))
+
+    @property
     def listens(self) -> Intake | None:
-        """What has to land, once bells alone can show that it has: every writer has opened the room; else None."""
+        """What has to land, once bells alone can show that it has; else None.
+
+        Every writer has opened the room, and has named what carries its writes.
+        """
         moving = self.state is Receiving.MOVING and self._claim_by == inf
-        return self._intake if moving and self._bells else None
+        if not moving or not self._bells or any(w.lane is None for w in self._writers.values()):
+            return None
+        return self._intake
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
@@ -214,9 +225,7 @@ class ReceiveRoom(DrainingRoom):
         w = self._writer(event)
         if not event.parked:
             self._repeat.stop(("expect", w.rank))
-            if self._intake is not None and self._intake.parts[w.rank]:
-                self._lanes.add(event.lane)
-                self.lane = "+".join(sorted(self._lanes - {""}))
+            w.lane = event.lane
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
         self._repeat.slow(("expect", w.rank), self._options.silence_s / 2)
@@ -429,7 +438,7 @@ class ReceiveRoom(DrainingRoom):
         w = self._writer(event)
         if w.done is not None:
             return
-        w.done = event
+        w.done, w.lane = event, event.lane
         a = self._awaited
         if problem := w.problem or misplaced(self._writers.values(), a):
             self._refuse(w, problem)

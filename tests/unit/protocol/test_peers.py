@@ -126,7 +126,8 @@ def test_a_dial_is_repeated_until_somebody_names_our_epoch_or_silence_is_over() 
 
 
 @pytest.mark.parametrize(
-    ("change", "field"), [({"version": 7}, "version"), ({"role": "strange"}, "spec"), ({"role": "broken"}, "hello")]
+    ("change", "field"),
+    [({"version": VERSION + 1}, "version"), ({"role": "strange"}, "spec"), ({"role": "broken"}, "hello")],
 )
 def test_who_cannot_work_with_us_is_refused_with_the_field(change: dict[str, object], field: str) -> None:
     a = table(1, "a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from attrs import evolve
 
 from disagg_kv.errors import (
     AbortedError,
@@ -38,6 +39,7 @@ from disagg_kv.protocol.frames import (
     Abort,
     AuxTaken,
     Complete,
+    Done,
     Expect,
     Expected,
     Grant,
@@ -103,6 +105,29 @@ def test_the_lanes_of_the_writers_are_known_from_their_answers() -> None:
     assert room.machine.lane == "shm"
     room.say(Expected(**head(1), parked=False, lane="nixl"), Expected(**head(0), parked=False, lane="shm"))
     assert room.machine.lane == "nixl+shm"
+
+
+def test_a_lane_is_known_from_done_where_the_answer_was_lost() -> None:
+    """A room cannot succeed by frames before its report has the lanes."""
+    room = Room()
+    room.say(Expected(**head(0), parked=False, lane="shm"))
+    room.land()
+    room.land(B)
+    room.say(Done(**head(0), stop=8, segments=2, aux=b"zero", lane="shm"))
+    assert room.machine.lane == "shm"
+    room.say(Done(**head(1), stop=8, segments=2, aux=b"one", lane="nixl"))
+    assert (room.machine.state, room.machine.lane) == (Receiving.PLACED, "nixl+shm")
+
+
+def test_bells_end_a_room_once_each_writer_has_said_what_carries_its_writes() -> None:
+    """Another frame that shows the room open is not enough: a room that ends by bells needs no ``Done``."""
+    room = Room(exposed=True, begun=False)
+    bells = (0, 32, 1), (32, 32, 33)
+    room.say(room.awaited, evolve(room.introduced, bells=bells))
+    room.say(Expected(**head(0), parked=False, lane="shm"), chunk(1, lease=None))
+    assert room.machine.listens is None
+    room.say(Expected(**head(1), parked=False, lane="shm"))
+    assert room.machine.listens is not None
 
 
 def test_frames_of_strangers_and_frames_before_the_beginning_only_count() -> None:
