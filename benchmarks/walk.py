@@ -48,6 +48,7 @@ from disagg_kv.transports import InprocTransport
 LAYERS, ROWS = 2, 100
 SIDES = {
     "endpoints/prefill/rooms.py": "rooms",
+    "endpoints/prefill/room_table.py": "rooms",
     "endpoints/prefill/transfers.py": "transfers",
     "endpoints/prefill/writes.py": "transfers",
 }

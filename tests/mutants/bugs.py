@@ -14,7 +14,7 @@ WRITES = "endpoints.prefill.writes:PostedWrites."
 COPIES = "endpoints.prefill.copies:PageCopies."
 ARMED = "endpoints.prefill.armed:"
 PULLS = "endpoints.decode.pulls:PullQueue."
-PREFILL = "endpoints.prefill.rooms:PrefillSide."
+PREFILL = "endpoints.prefill.room_table:PrefillRooms."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
 BELLS = "endpoints.decode.bells:"
@@ -73,9 +73,9 @@ BUGS: Sequence[Mutant] = (
     Mutant("a life that is replaced takes the next one with it when its end is noticed",
            "protocol.agreement:Agreement.joined", "if r == rank]", "if False]"),
     Mutant("a late greeting gives an address back to an older life while the newer one is silent",
-           "protocol.peers:PeerTable._stale", "not there.ended and", "not there.lost and"),
+           "protocol.peer_lives:PeerLives._stale", "not there.ended and", "not there.lost and"),
     Mutant("a life is taken for an older one because its process began earlier",
-           "protocol.peers:is_older", "hello.born < other.born", "hello.started < other.started"),
+           "protocol.peer_lives:is_older", "hello.born < other.born", "hello.started < other.started"),
     Mutant("a lease in quarantine is released without evidence",
            DRAINING + "_release", "if w.evidence]", "if True]"),
     Mutant("an abort is acknowledged before the writes have drained",
@@ -124,7 +124,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("parts that were lost are not sent again",
            "protocol.parts:Parts.restart", "self._taken = self._sent =", "self._taken ="),
     Mutant("a room begins before its page tables are there",
-           PREFILL + "_on_expect", "opened and whole(frame.tables or ())", "opened"),
+           "endpoints.prefill.rooms:PrefillSide._on_expect", "opened and whole(frame.tables or ())", "opened"),
     Mutant("a copy into mapped pages does not wait for its rows",
            MOVER + "_begin_moves", "spec.after))", "None))"),
     Mutant("a copy whose event fails counts as quiet",

@@ -1,62 +1,48 @@
-"""The prefill half of a node: rooms, early arrivals, and the transfers that serve them."""
+"""The prefill half of a node: frames, early arrivals, peers and time; its rooms are in :mod:`.room_table`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
 
-from ...errors import AbortedError, DisaggKVError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from ...ids import Epoch, Generation, LayerId, RoomId, room_name
-from ...memory import Event, MemoryPool
+from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
+from ...ids import Epoch, Generation, RoomId, room_name
+from ...memory import MemoryPool
 from ...protocol import (
     Cancel,
-    CastVote,
     Decided,
-    Effect,
     Gone,
-    Granted,
     Lost,
     Options,
-    Phase,
-    Ring,
     RoomFrame,
     RoomKey,
     RoomOutcome,
     Send,
     SendRoom,
-    Transfer,
 )
 from ...protocol.agreement import USED_TWICE
 from ...protocol.base import tags_differ
 from ...protocol.flow import room_head
-from ...protocol.frames import Abort, Drained, Expect, Expected, TablePart, words
+from ...protocol.frames import Abort, Drained, Expect, Expected, TablePart
 from ...protocol.machine import ours
 from ...protocol.page_runs import check_tables, whole
 from ...protocol.tables import Sending
-from ...protocol.timers import Timers
 from ...transports import Settled, WriteEnded
 from ..runtime.budget import Budget
 from ..runtime.directory import LookupResult
 from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue, HostEvent
+from ..runtime.handle import ChangeQueue
 from ..runtime.handshake import RemoteEndpoint
-from ..runtime.silence import Silences
-from ..runtime.spans import room_span
-from .answers import EarlyAnswers
-from .early import EarlyArrivals
-from .ended_early import EndedEarly
-from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
+from .handle import DeliveryHandle
 from .inspection import PrefillInspection
-from .passes import PassTimes
 from .room import PrefillRoom
+from .room_table import PrefillRooms
 from .routes import Router, taken
 from .throughput import ThroughputEstimator
 from .transfers import TransferQueue
-from .writes import Broken, Unread
 
 
-class PrefillSide:
+class PrefillSide(PrefillRooms):
     """Everything here runs on the endpoint's thread."""
 
     def __init__(
@@ -68,32 +54,9 @@ class PrefillSide:
         transfers: TransferQueue,
         changes: ChangeQueue[DeliveryHandle],
     ) -> None:
-        self._loop = loop
-        self._pool = pool
-        self._changes = changes
+        super().__init__(loop, pool, throughput, transfers, changes)
         self._router = router
-        self._throughput = throughput
-        self.transfers = transfers
-        self._early = EarlyArrivals(loop.options)
-        self._answers = EarlyAnswers(loop, self._early)
-        self._ended_early = EndedEarly(loop.options)
-        site = pool.site
-        tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
-        self._tokenless = frozenset(site.shard.layers()) - tokens
-        self.row_layers = frozenset(tokens)
-        self._newest: dict[RoomId, PrefillRoom] = {}
-        self._rooms: dict[RoomKey, PrefillRoom] = {}
-        self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
-        self._failed: set[RoomKey] = set()
-        self._passes = PassTimes(loop, throughput)
-        self._timers: Timers[RoomKey] = Timers()
-        self._silences = Silences(loop.peers, loop.options.silence_s)
         self.quarantined_slots = 0
-
-    @property
-    def open_rooms(self) -> int:
-        """Rooms that are not forgotten yet."""
-        return len(self._rooms)
 
     def inspect(self) -> PrefillInspection:
         """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
@@ -119,116 +82,6 @@ class PrefillSide:
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
             if not self._loop.link_again(expect, partial(self._on_expect, parked=True)):
                 self._on_expect(expect, parked=True)
-
-    def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
-        """Have a room's machine do something, if the room is still there."""
-        room = self._rooms.get(key)
-        if room is not None:
-            self._apply(room, act(room.machine, self._loop.now))
-
-    def announce(self, submitted: Sequence[SubmittedChunk], at: float, cuts: LayerGroups) -> None:
-        """Rows that are computed from now on: their grants are asked for already. ``cuts`` receive groups."""
-        self._throughput.begin(submitted, at)
-        for one in submitted:
-            self._add(one, ready=False)
-            room = self._rooms.get(one.key)
-            if room is not None:
-                room.armed[one.call_id] = one.armed
-            if room is not None and one.batch.layered:
-                room.passes[one.call_id] = cuts
-                self._cut(room, cuts)
-
-    def _cut(self, room: PrefillRoom, cuts: LayerGroups) -> None:
-        cuts.add(room.key, room.machine.groups(), decided=room.machine.phase is not Phase.CONNECTING)
-
-    def begun(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
-        """The engine has its first layer behind it."""
-        self._throughput.first(submitted, at)
-
-    def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
-        """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
-        if ready is not None and self._gated([submitted], None, ready):
-            self._add(submitted, ready=True)
-            return
-        try:
-            final = ready is None or bool(ready.query())
-        except Exception as exc:
-            self.broken([submitted.key], exc)
-            return
-        self._add(submitted, ready=final)
-        if not final:
-            self.final_at([submitted], None, ready, self._loop.now)
-
-    def _add(self, one: SubmittedChunk, *, ready: bool) -> None:
-        room = self._rooms.get(one.key)
-        if room is not None:
-            now = self._loop.now
-            self._apply(
-                room,
-                room.machine.add(one.call_id, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch),
-            )
-
-    def final_at(
-        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None, said: float
-    ) -> None:
-        """The engine ``said`` when these layers (None: all) of what was handed over are final: at ``ready``, or now."""
-        gated = ready is not None and self._gated(submitted, layers, ready)
-        broken = partial(self.broken, [one.key for one in submitted])
-        if gated:
-            self._final(submitted, layers)
-        else:
-            self._loop.when(ready, partial(self._final, submitted, layers), broken)
-        if layers is not None:
-            self._passes.computed(submitted, layers, ready, said, broken)
-
-    def closed_at(self, submitted: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
-        """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
-        for one in submitted:
-            room = self._rooms.get(one.key)
-            if room is not None:
-                room.passes.pop(one.call_id, None)
-                room.armed.pop(one.call_id, None)
-        self._passes.closed(submitted, ready, said, partial(self.broken, [one.key for one in submitted]))
-
-    def _gated(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
-        """Whether the event is left to the GPU that copies; its rows then count as final at once."""
-        if not self.transfers.orders(ready):
-            return False
-        for one in submitted:
-            room = self._rooms.get(one.key)
-            if room is not None:
-                try:
-                    room.ready_events.add(one.start, one.stop, layers, ready)
-                except Exception as exc:
-                    self.broken([one.key], exc)
-        return True
-
-    def _final(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None) -> None:
-        for one in submitted:
-            room = self._rooms.get(one.key)
-            if room is not None:
-                self._apply(room, room.machine.ready(one.call_id, layers, self._loop.now))
-
-    def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
-        """The engine's event raised: it is unknown whether the bytes are final."""
-        for key in keys:
-            room = self._rooms.get(key)
-            if room is not None:
-                error = ours(exc, f"{room_name(key.room)}: the engine's event raised")
-                self._apply(room, room.machine.cancel(error, self._loop.now))
-
-    def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
-        """Take the pages of a room away; fires when they are not read any more."""
-        room = self._rooms.get(key)
-        if room is None:
-            fired.set()
-            return
-        room.withdrawn.append(fired)
-        room.armed.clear()
-        self.transfers.unprepare(room)
-        self._apply(room, room.machine.withdraw(self._loop.now))
-        # At once: the rows may be given again by the next command.
-        self._advance(self.transfers.review)
 
     # Frames.
 
@@ -454,25 +307,6 @@ class PrefillSide:
             moving |= self._advance(self.transfers.arm)
         return moving or waiting
 
-    def _advance(self, act: Callable[[], bool | None]) -> bool:
-        """Have the transfers do something, then act on what came of it, also where it raised."""
-        try:
-            return bool(act())
-        finally:
-            self._take_outcomes()
-
-    def _take_outcomes(self) -> None:
-        outcomes = self.transfers.writes.outcomes
-        while outcomes:
-            happened = outcomes.popleft()
-            room = happened.room
-            if isinstance(happened, Broken):
-                self.broken([room.key], happened.error)
-            elif isinstance(happened, Unread):
-                self._publish(room)
-            elif self._rooms.get(room.key) is room:
-                self._apply(room, room.machine.handle(happened.to, happened.event, self._loop.now))
-
     def _take_ends(self) -> None:
         """Poll the transport: where it copies while it posts, its writes have ended before the next gather."""
         try:
@@ -492,73 +326,7 @@ class PrefillSide:
         finally:
             self._take_outcomes()
 
-    # Effects and time.
-
-    def _apply(self, room: PrefillRoom, effects: Sequence[Effect]) -> None:
-        votes: list[CastVote] = []
-        for effect in effects:
-            match effect:
-                case Send():
-                    self._loop.send(effect)
-                case Ring():
-                    if not room.ring(effect):
-                        self._loop.observer.count("bells.refused")
-                case CastVote():
-                    votes.append(effect)
-                case Transfer():
-                    self.transfers.add(room, effect)
-                case Granted(transfer):
-                    self.transfers.granted(room, transfer)
-                case _:
-                    raise LocalProtocolError(f"a sending room asked for {effect}")
-        self.transfers.changed(room)
-        self._publish(room)
-        # May be decided, and reported to the engine, at once: not before everything else has been done.
-        for vote in votes:
-            self._loop.vote(room.key, vote.ok, vote.reason)
-
-    def _publish(self, room: PrefillRoom) -> None:
-        machine = room.machine
-        if machine.error is not None and room.key in self._rooms:
-            self._failed.add(room.key)
-            self.transfers.unprepare(room)
-            hellos = [route.remote.hello for route in room.routes.values()]
-            self._loop.peer_registry.hold(room.key, self.transfers.writes.owed(room), hellos)
-        room.account(self._loop.now)
-        phase, handle, released = machine.phase, room.handle, machine.released
-        if not handle.shows(phase, released):
-            error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
-            handle.publish(phase, released, error, self._loop.clock())
-            self._changes.add(handle)
-        if self._rooms.get(room.key) is not room:
-            return
-        if released and machine.closed:
-            self._close(room)
-        else:
-            self._timers.by(room.key, machine.next_at())
-
-    def _close(self, room: PrefillRoom) -> None:
-        loop, name, machine = self._loop, room.key.room, room.machine
-        self.transfers.forget(room)
-        self._throughput.room_ended(room.key)
-        del self._rooms[room.key]
-        self._timers.schedule(room.key, None)
-        self._silences.forget(room.key)
-        self._failed.discard(room.key)
-        if self._newest.get(name) is room:
-            del self._newest[name]
-        ended = RoomOutcome.DONE if machine.done else RoomOutcome.FAILED
-        for epoch, flow in machine.flows.items():
-            self._flows.pop((name, epoch, flow.generation), None)
-            loop.remember([epoch], RoomKey(name, flow.generation), ended)
-        incomplete = machine.world is None or len(machine.flows) < machine.world
-        if machine.error is not None and incomplete:
-            self._ended_early.add(name, words(machine.error), loop.now)
-            for expect in self._early.take(name):
-                # It came when the room had failed, and was not yet forgotten: it is answered now.
-                self._on_expect(expect, parked=True)
-        if loop.observed:
-            loop.observer.span(room_span(name, room.opened, loop.now, room.handle.report, machine.error))
+    # Time.
 
     def tick(self) -> None:
         """Deadlines, repeats, silence, and what was parked for too long: of rooms for which something is due."""
