@@ -10,17 +10,11 @@ import pytest
 from disagg_kv.endpoints.prefill.prepared import PreparedGathers
 from disagg_kv.endpoints.runtime.limited_log import LimitedLog
 from disagg_kv.endpoints.runtime.send_buffer import SendBuffer
-from disagg_kv.errors import DisaggKVError
-from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec
 from disagg_kv.protocol.frames import Return
-from tests.support.rig import Memory, Request, Rig, tp_shards
+from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
+from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag, Over, PreparingKernels
-
-SPEC = CacheSpec.kv(4, 4, 8, "float16")
-ROW_BYTES = 4 * 2 * 4 * 16
-ROWS, SEGMENT = 32, 8
-SEGMENTS = ROWS // SEGMENT
 
 
 def world(kernels: CountingKernels, decode: int = 1, slots: int = 64, rows: int = SEGMENT) -> Rig:
@@ -32,14 +26,6 @@ def world(kernels: CountingKernels, decode: int = 1, slots: int = 64, rows: int 
     )  # fmt: skip
     rig.decode(tp_shards(SPEC, decode), memory=memory, strategy="staged", ring_bytes=1 << 17)
     return rig
-
-
-def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
-    """A room whose grants are in hand, and whose rows are not final before ``event``."""
-    request = rig.request(name, rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
-    request.send(ROWS, ready=event).finish()
-    rig.wait(1.0)
-    return request
 
 
 def ahead(rig: Rig) -> PreparedGathers:
@@ -165,48 +151,6 @@ def test_nothing_is_foreseen_for_kernels_that_prepare_nothing() -> None:
     assert not ahead(rig).gathers.ready
     event.fired = True
     request.landed()
-
-
-def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
-    kernels, event = PreparingKernels(), Flag()
-    kernels.fail_to_prepare = RuntimeError("not now")
-    rig = world(kernels)
-    request = granted(rig, event)
-    event.fired = True
-    request.landed()
-    assert kernels.gathers == [1] * SEGMENTS
-    assert rig.prefills[0].observer.counters["gathers.not_prepared"] == SEGMENTS
-    rig.quiet()
-
-
-def test_a_prepared_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
-    kernels, event = PreparingKernels(), Flag()
-    rig = world(kernels)
-    request = granted(rig, event)
-    kernels.fail = RuntimeError("no launch")
-    event.fired = True
-    request.failed()
-    assert "no launch" in request.errors()
-    assert not kernels.held
-    kernels.fail = None
-    request.forgive()
-    rig.request("other", rig.prefills, rig.decodes, ROWS).start().landed()
-    rig.quiet()
-
-
-def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
-    """A drop that fails is counted."""
-    kernels, event = PreparingKernels(), Flag()
-    rig = world(kernels)
-    request = granted(rig, event)
-    kernels.fail_to_drop = DisaggKVError("no")
-    request.sends[0].abort("changed its mind")
-    rig.turn()
-    assert not kernels.held
-    assert rig.prefills[0].observer.counters["gathers.not_dropped"] == SEGMENTS
-    request.failed()
-    assert not kernels.launched
-    rig.quiet()
 
 
 @pytest.mark.parametrize("early", [False, True])

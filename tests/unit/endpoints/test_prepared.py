@@ -6,16 +6,11 @@ import attrs
 import pytest
 
 from disagg_kv.endpoints.decode.scatter import ScatterQueue
-from disagg_kv.errors import DisaggKVError
-from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Generation
 from disagg_kv.protocol import Phase, RoomKey
-from tests.support.rig import Memory, Request, Rig, tp_shards
+from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
+from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import Flag, PreparingKernels
-
-SPEC = CacheSpec.kv(4, 4, 8, "float16")
-ROW_BYTES = 4 * 2 * 4 * 16
-ROWS, SEGMENT = 32, 8
 
 
 def world(kernels: PreparingKernels, ranks: int = 1, pace: float | None = None) -> Rig:
@@ -30,14 +25,6 @@ def world(kernels: PreparingKernels, ranks: int = 1, pace: float | None = None) 
     return rig
 
 
-def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
-    """A room whose leases are there, and whose rows are not final before ``event``."""
-    request = rig.request(name, rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
-    request.send(ROWS, ready=event).finish()
-    rig.wait(1.0)
-    return request
-
-
 def scatterer(rig: Rig) -> ScatterQueue:
     """The decode rank's."""
     return rig.decodes[0].endpoint._side._scatters
@@ -49,11 +36,11 @@ def test_segments_are_prepared_when_granted_and_launched_when_all_of_their_bytes
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, ranks)
     request = granted(rig, event)
-    assert len(kernels.held) == ROWS // SEGMENT
+    assert len(kernels.held) == SEGMENTS
     assert not kernels.launched
     event.fired = True
     request.landed()
-    assert kernels.launched == [ranks] * (ROWS // SEGMENT)
+    assert kernels.launched == [ranks] * (SEGMENTS)
     assert not kernels.scatters
     assert not kernels.held
     rig.quiet()
@@ -65,7 +52,7 @@ def test_one_is_prepared_in_a_turn_so_that_what_comes_meanwhile_does_not_wait() 
     request = rig.request("room", rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
     request.send(ROWS, ready=event).finish()
     seen: list[int] = []
-    while len(kernels.held) < ROWS // SEGMENT:
+    while len(kernels.held) < SEGMENTS:
         rig.turn()
         seen.append(len(kernels.held))
     assert max(after - before for before, after in zip([0, *seen], seen, strict=False)) <= 2, "a turn looks twice"
@@ -81,20 +68,7 @@ def test_what_kernels_do_not_prepare_is_scattered_at_once_as_ever() -> None:
     event.fired = True
     request.landed()
     assert kernels.launched == [1, 1]
-    assert sum(kernels.scatters) == ROWS // SEGMENT - 2
-    rig.quiet()
-
-
-def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
-    """Whatever is wrong is met again when the bytes are there."""
-    kernels, event = PreparingKernels(), Flag()
-    kernels.fail_to_prepare = RuntimeError("not now")
-    rig = world(kernels)
-    request = granted(rig, event)
-    event.fired = True
-    request.landed()
-    assert sum(kernels.scatters) == ROWS // SEGMENT
-    assert rig.decodes[0].observer.counters["scatters.not_prepared"] == ROWS // SEGMENT
+    assert sum(kernels.scatters) == SEGMENTS - 2
     rig.quiet()
 
 
@@ -111,42 +85,11 @@ def test_what_is_prepared_does_not_overtake_what_is_not() -> None:
     kernels.fail_to_prepare = None
     rig.wait(1.0)
     unprepared = counters["scatters.not_prepared"]
-    assert len(kernels.held) == ROWS // SEGMENT - unprepared
+    assert len(kernels.held) == SEGMENTS - unprepared
     event.fired = True
     request.landed()
     assert sum(kernels.scatters) == unprepared
-    assert len(kernels.launched) == ROWS // SEGMENT - unprepared
-    rig.quiet()
-
-
-def test_a_prepared_launch_that_fails_fails_its_room_and_frees_its_lease() -> None:
-    """One room's error is no other room's."""
-    kernels, event = PreparingKernels(), Flag()
-    rig = world(kernels)
-    request = granted(rig, event)
-    kernels.fail = RuntimeError("no launch")
-    event.fired = True
-    request.failed()
-    assert "no launch" in request.errors()
-    assert not kernels.held
-    kernels.fail = None
-    request.forgive()
-    rig.request("other", rig.prefills, rig.decodes, ROWS).start().landed()
-    rig.quiet()
-
-
-def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
-    """Also what has not been prepared yet; a drop that fails is counted."""
-    kernels, event = PreparingKernels(), Flag()
-    rig = world(kernels)
-    request = granted(rig, event)
-    kernels.fail_to_drop = DisaggKVError("no")
-    request.receives[0].abort("changed its mind")
-    rig.turn()
-    assert not kernels.held
-    assert rig.decodes[0].observer.counters["scatters.not_dropped"] == ROWS // SEGMENT
-    request.failed()
-    assert not kernels.launched
+    assert len(kernels.launched) == SEGMENTS - unprepared
     rig.quiet()
 
 
@@ -162,11 +105,11 @@ def test_what_was_prepared_ends_with_its_lease_and_is_prepared_anew_for_the_next
     other = granted(rig, Flag(), "other")
     request.send(ROWS, ready=event)
     rig.wait(1.0)
-    assert len(kernels.held) == 2 * ROWS // SEGMENT
+    assert len(kernels.held) == 2 * SEGMENTS
     assert not set(kernels.held) & set(first)
     event.fired = True
     rig.until(lambda: request.receives[0].phase is Phase.DONE, "the room")
-    assert len(kernels.launched) == ROWS // SEGMENT
+    assert len(kernels.launched) == SEGMENTS
     other.receives[0].abort("is over")
     other.failed()
     rig.quiet()
@@ -184,7 +127,7 @@ def test_what_was_prepared_for_other_places_is_not_launched() -> None:
     request.landed()
     assert not kernels.launched
     assert not kernels.held
-    assert sum(kernels.scatters) == ROWS // SEGMENT
+    assert sum(kernels.scatters) == SEGMENTS
     rig.quiet()
 
 
@@ -197,7 +140,7 @@ def test_a_prepared_scatter_keeps_to_the_pace() -> None:
     rig.wait(2.0)
     assert 1 <= len(kernels.launched) <= 2
     request.landed()
-    assert len(kernels.launched) == ROWS // SEGMENT
+    assert len(kernels.launched) == SEGMENTS
     rig.quiet()
 
 
@@ -209,7 +152,7 @@ def test_the_lease_stays_until_the_prepared_launch_has_ended() -> None:
     request = granted(rig, event)
     event.fired = True
     rig.wait(1.0)
-    assert len(kernels.launched) == len(kernels.events) == ROWS // SEGMENT
+    assert len(kernels.launched) == len(kernels.events) == SEGMENTS
     assert rig.decodes[0].endpoint.leased_bytes
     assert request.receives[0].phase is Phase.MOVING
     for launched in kernels.events:
@@ -227,7 +170,7 @@ def test_what_a_prepared_launch_brings_is_compared() -> None:
     request = granted(rig, event)
     event.fired = True
     request.landed()
-    assert len(kernels.launched) == len(kernels.checksums) == ROWS // SEGMENT
+    assert len(kernels.launched) == len(kernels.checksums) == SEGMENTS
     rig.quiet()
 
 
