@@ -9,6 +9,7 @@ from disagg_kv.protocol.frames import WireTable
 from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_bells as bells
 from tests.unit.endpoints import test_early as early
+from tests.unit.endpoints import test_mapping_later as later
 from tests.unit.protocol import test_page_runs as runs
 
 from .bugs import BELLS, COPIES, EARLY, MOVER, TABLES
@@ -56,5 +57,8 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("blocks of bells of a process without a link are never used again",
             BELLS + "BellBoard.parted", "self._free += self._of.pop(epoch, ())", "pass"),
      bells.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),
+    (Mutant("a link is disconnected while a thread maps a pool through it",
+            "endpoints.runtime.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
+     partial(later.test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it, returns=False)),
 )  # fmt: skip
 """Each with the test that finds it, which needs no fixture."""

@@ -183,12 +183,14 @@ class Introduced:
     """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
 
     ``bells``: by rank, the slots in which it may announce segments; empty: frames alone announce them.
+    ``barred``: names of the paths that cannot serve with these ranks.
     """
 
     writers: tuple[Epoch, ...]
     intake: Intake
     pace: WirePace | None = None
     bells: tuple[WireBells, ...] = ()
+    barred: tuple[str, ...] = ()
 
 
 @frozen

@@ -118,6 +118,7 @@ class ReceiveRoom(DrainingRoom):
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
         self._bells: tuple[WireBells, ...] = ()
+        self._barred: tuple[str, ...] = ()
         self._stop: int | None = None
 
     def handle(self, event: object, now: float) -> list[Effect]:
@@ -179,6 +180,7 @@ class ReceiveRoom(DrainingRoom):
         self._intake = event.intake
         self._pace = event.pace
         self._bells = event.bells
+        self._barred = event.barred
         self._introduce(event)
         self._begin()
 
@@ -188,6 +190,7 @@ class ReceiveRoom(DrainingRoom):
         self.state = Receiving.MOVING
         self._claim_by = self.now + self._options.claim_s
         a = self._awaited
+        self._awaited = a = evolve(a, paths=tuple(path for path in a.paths if path not in self._barred))
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
         if a.tables is not None and total(a.tables) > self._options.table_part:

@@ -8,6 +8,8 @@ The ranks of an instance whose links were dropped are dialled at the addresses t
 is not asked. If one of them does not answer there, or another one does, the rendezvous is asked after all. While a room
 waits here, the ranks that are connected are in use: none loses its link before the last one is connected.
 
+Where a path pulls, the pools of the ranks are mapped for the first room that may use it. Rooms wait here for that too.
+
 Every method that may let rooms leave returns them. The caller checks that they are still open.
 """
 
@@ -60,6 +62,7 @@ class PrefillInstance:
         held: ranks that are in use for them.
         returning: ranks whose links were dropped are dialled at the addresses that were known.
         moved: one of them was not found there; the rendezvous is asked for the rooms that wait.
+        mapping: all are connected, and the pools of some are still being mapped.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -70,6 +73,7 @@ class PrefillInstance:
     held: dict[Epoch, None] = field(factory=dict)
     returning: bool = False
     moved: bool = False
+    mapping: bool = False
 
     def fail(self, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
         """No room that waits can begin, as the rank at ``address`` is not there. The addresses are asked for again."""
@@ -178,6 +182,9 @@ class Discovery:
         instance = self._instances.get(room.source)
         why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
         name = room.source.instance
+        if instance is not None and instance.mapping:
+            late = f"the pools of prefill instance {name!r} were not mapped in {room.silence_s:g} s"
+            return PeerLostError(late, instance=name)
         reason = f"prefill instance {name!r} was not found in {room.silence_s:g} s{why}"
         return PeerLostError(reason, instance=name)
 
@@ -236,6 +243,11 @@ class Discovery:
             (one.hello.instance, one.hello.rank) != (source.instance, rank) for rank, one in enumerate(ready)
         ):
             self._ask_after_all(source, instance)
+            return []
+        known = [self._loop.ready_to_pull(one) for one in ready if instance.waiting]
+        instance.mapping = not all(known)
+        if instance.mapping:
+            self._hold(instance)
             return []
         instance.returning = instance.moved = False
         waiting, instance.waiting = instance.waiting, {}

@@ -134,6 +134,7 @@ class PullQueue:
         self._pair = pair
         self._pace = pace
         self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
+        self.names = tuple(path.name for path in loop.me.paths if pulls_pages(path))
         self._waiting: deque[tuple[DecodeRoom, Pull]] = deque()
         self._barred: list[tuple[DecodeRoom, Pull]] = []
         self._over: deque[tuple[DecodeRoom, Pulled]] = deque()
@@ -141,18 +142,22 @@ class PullQueue:
         self.failed: list[_Pulling] = []
 
     def sources(self, remotes: Sequence[RemoteEndpoint]) -> dict[Rank, MappedPool]:
-        """The pools of prefill ranks as they are mapped here; none, where no path pulls.
+        """The pools of prefill ranks as they are mapped here. None, where no path pulls, or one that may is not mapped.
 
         Raises:
-            ConfigurationError: one is not mapped, with the reason.
+            ConfigurationError: one is not mapped, with the reason, and no other path is left.
         """
-        pulled = next((path.name for path in self._paths.values() if pulls_pages(path)), None)
         found: dict[Rank, MappedPool] = {}
-        for remote in [] if pulled is None else remotes:
+        for remote in remotes:
+            if not any(name in self.names for name, _ in remote.hello.paths):
+                continue
             mapping = self._loop.connections.mapping(remote.epoch)
-            if mapping.pool is None:
-                raise ConfigurationError(f"{remote.name}: path {pulled!r} cannot: {mapping.refused}")
-            found[Rank(remote.hello.rank)] = mapping.pool
+            if mapping.pool is not None:
+                found[Rank(remote.hello.rank)] = mapping.pool
+            elif len(self.names) == len(self._paths):
+                raise ConfigurationError(f"{remote.name}: path {self.names[0]!r} cannot: {mapping.refused}")
+            else:
+                return {}
         return found
 
     def add(self, room: DecodeRoom, what: Pull) -> None:

@@ -191,7 +191,8 @@ class DecodeSide:
         for epoch in writers:
             self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
-        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room)))
+        barred = () if room.sources else self._pulls.names
+        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred))
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
@@ -202,6 +203,10 @@ class DecodeSide:
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
         self._say(self._cancelled.met(remote))
+        self._take_found(self._discovery.on_up(remote.hello.address))
+
+    def on_mapped(self, remote: RemoteEndpoint) -> None:
+        """It is known whether pages of a prefill rank can be read here: rooms waited for that."""
         self._take_found(self._discovery.on_up(remote.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from math import inf
 
-from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
+from ...errors import AbortedError, DisaggKVError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
 from ...protocol import (
@@ -242,6 +242,10 @@ class PrefillSide(PrefillRooms):
 
     def on_up(self, remote: RemoteEndpoint) -> None:
         """Nothing to do before the peer asks."""
+
+    def on_mapped(self, remote: RemoteEndpoint) -> None:
+        """Prefill maps a pool when it connects the rank."""
+        raise LocalProtocolError(f"a prefill endpoint maps nothing at first use: {remote.name}")
 
     def on_greeted(self, epoch: Epoch) -> None:
         """Nothing to do: the peer asks again for what it still waits for."""

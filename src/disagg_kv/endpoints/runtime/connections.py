@@ -1,9 +1,10 @@
 """Connections of the transport, at most one per epoch of a peer.
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
-*linking*: no room uses it, and its frames about rooms wait here, bounded. Where a path needs the peer's pool mapped,
-the same thread maps it, and compiles kernels where they have to be. The endpoint's thread begins with
-:meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
+*linking*: no room uses it, and its frames about rooms wait here, bounded. Where prefill has a path that needs decode's
+pool mapped, the same thread maps it, and compiles kernels where they have to be. Decode maps a prefill rank's pool at
+first use (:meth:`Connections.map`), on a thread of its own. The endpoint's thread begins with :meth:`Connections.begin`
+and takes results with :meth:`Connections.results` and :meth:`Connections.mapped`. A failure is remembered from when it
 happened, so that the next frame of that epoch does not begin another attempt at once.
 """
 
@@ -42,6 +43,8 @@ OVERDUE_S = 2 * CONNECT_S
 READY_S = 120.0
 """The same for what comes after that: compiling kernels, one peer after the other, and mapping a peer's pool."""
 
+LATE = f"kernels and a mapping for it were not ready in {READY_S:g} s"
+
 EARLY_BYTES, FRAME_BYTES = 16 << 20, 1024
 """Bytes of frames that wait until their peers are linked, and what each of them counts beside its own bytes. Those
 beyond it are dropped: their sender repeats what matters."""
@@ -58,6 +61,8 @@ class _Link:
         until, late: when an attempt that has not returned is overdue, and what to say then.
         linked: the attempt has succeeded.
         mapping: of the peer's pool.
+        busy: a helper thread maps the pool. A link that is dropped meanwhile becomes an attempt again.
+        refused_at: when the pool could not be mapped; None: that was not tried.
         lane: what carries writes to it; None: it is not connected yet.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
@@ -71,6 +76,8 @@ class _Link:
     late: str = f"its connect has not returned for {OVERDUE_S:g} s"
     linked: bool = False
     mapping: Mapping = UNMAPPED
+    busy: bool = False
+    refused_at: float | None = None
     lane: Lane | None = None
     wanted: bool = True
     error: DisaggKVError | None = None
@@ -107,6 +114,7 @@ class Connections:
         options: ``silence_s`` is how long a failure is remembered; at most ``peers`` attempts run at a time.
         get_ready: makes this side ready for a peer that was connected, on the thread that connected it; gives the
             mapping of the peer's pool. None: nothing is to be done.
+        map_later: the same, for :meth:`map`.
     """
 
     def __init__(
@@ -118,11 +126,13 @@ class Connections:
         observer: Observer,
         options: Options,
         get_ready: Callable[[Peer, Hello], Mapping] | None = None,
+        map_later: Callable[[Peer, Hello], Mapping] = lambda peer, hello: UNMAPPED,
     ) -> None:
         self._transport = transport
         self._background = background
         self._wake = wake
         self._get_ready = get_ready
+        self._map_later = map_later
         self._clock = clock
         self._observer = observer
         self._options = options
@@ -134,6 +144,7 @@ class Connections:
         self._early_bytes = 0
         self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
         self._results: deque[tuple[_Link, DisaggKVError | None, float]] = deque()
+        self._mapped: list[Epoch] = []
 
     def begin(self, up: Up) -> ConnectResult | None:
         """Link to a peer; None: the result comes out of :meth:`results`. What is known already is returned at once."""
@@ -190,10 +201,7 @@ class Connections:
             self._transport.connect(link.descriptor, CONNECT_S)
             link.lane = lane_of(self._transport, link.peer)
             if self._get_ready is not None:
-                link.until, link.late = (
-                    self._clock() + READY_S,
-                    f"kernels and a mapping for it were not ready in {READY_S:g} s",
-                )
+                link.until, link.late = self._clock() + READY_S, LATE
                 link.mapping = self._get_ready(link.peer, link.up.hello)
             error = None
         except Exception as exc:
@@ -202,11 +210,56 @@ class Connections:
             self._results.append((link, error, self._clock()))
             self._wake()
 
+    def map(self, epoch: Epoch) -> bool:
+        """Have a helper thread map the pool of a linked peer, unless it is; False: the end will be :meth:`mapped`.
+
+        A refusal counts for ``silence_s``, as a failure to connect does.
+        """
+        link, now = self._links[epoch], self._clock()
+        refused = link.refused_at is not None and now - link.refused_at < self._options.silence_s
+        if link.mapping.pool is not None or refused:
+            return True
+        if not link.busy:
+            link.busy, link.refused_at = True, None
+            link.until, link.late = now + READY_S, LATE
+            self._due_at = min(self._due_at, link.until)
+            try:
+                self._background.start(partial(self._map, link))
+            except Exception as exc:
+                link.busy = False
+                self._refuse(link, text_of(exc), now)
+                return True
+        return False
+
+    def _map(self, link: _Link) -> None:
+        """On a helper thread."""
+        mapping = Mapping(refused="the attempt to map its pool ended without a result")
+        try:
+            mapping = self._map_later(link.peer, link.up.hello)
+        finally:
+            link.mapping = mapping
+            self._results.append((link, None, self._clock()))
+            self._wake()
+
+    def _refuse(self, link: _Link, reason: str, at: float) -> None:
+        link.mapping, link.refused_at = Mapping(refused=reason), at
+
+    def mapped(self) -> Sequence[Epoch]:
+        """The linked peers whose pools were mapped, or refused, since the last call."""
+        ended, self._mapped = self._mapped, []
+        return ended
+
     def results(self) -> Sequence[ConnectResult]:
         """The attempts that have ended since the last call, and that are still wanted."""
         out: list[ConnectResult] = []
         while self._results:
             link, error, at = self._results.popleft()
+            if link.busy:
+                link.busy = False
+                link.refused_at = None if link.mapping.pool is not None else at
+            if link.linked:
+                self._mapped.append(link.up.epoch)
+                continue
             wanted, frames = link.wanted, self._take(link)
             link.linked = error is None and wanted
             if error is not None:
@@ -226,6 +279,11 @@ class Connections:
     def _overdue(self) -> list[ConnectResult]:
         """Attempts that have not returned fail now; until they return, no other one of that peer may begin."""
         now, out = self._clock(), list[ConnectResult]()
+        mapping = [link for link in self._links.values() if link.linked and link.busy and link.refused_at is None]
+        for link in mapping:
+            if now >= link.until:
+                self._refuse(link, link.late, inf)
+                self._mapped.append(link.up.epoch)
         waiting = [link for link in self._links.values() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
@@ -233,7 +291,9 @@ class Connections:
                 if link.wanted:
                     out.append(ConnectResult(link.up, link.error, self._take(link)))
                 link.wanted = False
-        self._due_at = min((link.until for link in waiting if link.error is None), default=inf)
+        left = [link.until for link in waiting if link.error is None]
+        left += [link.until for link in mapping if link.refused_at is None]
+        self._due_at = min(left, default=inf)
         return out
 
     def _take(self, link: _Link) -> Sequence[Callable[[], None]]:
@@ -292,10 +352,13 @@ class Connections:
             self._take(link)
 
     def drop(self, epoch: Epoch) -> None:
-        """Nothing is awaited of this epoch any more: disconnect, now or when the running attempt returns."""
+        """Nothing is awaited of this epoch any more: disconnect, now or when the helper thread that uses it returns."""
         self.give_up(epoch)
         link = self._links.get(epoch)
-        if link is not None and link.linked:
+        if link is not None and link.linked and link.busy:
+            link.linked = link.wanted = False
+            self._under_way += 1
+        elif link is not None and link.linked:
             self._disconnect(link)
             self._forget(link)
 

@@ -51,7 +51,7 @@ from ...protocol.frames import (
     Vote,
 )
 from ...rendezvous import Rendezvous, Source
-from ...strategies import maps_pages, pulls_pages
+from ...strategies import pulls_pages
 from ...trace import Guarded, Observer, Silent, wants_layers
 from ...transports import Home, Lane, PeerEvent, Settled, WriteEnded
 from ...transports.combining import lane_of
@@ -65,7 +65,7 @@ from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
 from .limited_log import LimitedLog
 from .link_budget import links_of
-from .mapping import UNMAPPED, Mapping, map_pool, open_peer
+from .mapping import map_prefill, open_decode
 from .pauses import Pauses
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
@@ -123,8 +123,9 @@ class EventLoop:
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
-        ready = self._get_ready if me.role == "prefill" else self._get_ready_to_pull
-        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready)
+        ready = partial(open_decode, me) if me.role == "prefill" else None
+        later = partial(map_prefill, me)
+        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready, later)
         self.peer_registry = PeerRegistry(
             self.peers, self.connections, self.connections.lane, self.connections.no_bells, options, clock
         )
@@ -424,6 +425,9 @@ class EventLoop:
     def _take_links(self) -> None:
         for linked in self.connections.results():
             self._guard(self._on_linked, linked)
+        for epoch in self.connections.mapped():
+            if (remote := self.remotes.get(epoch)) is not None:
+                self._guard(self._on_mapped, remote)
 
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
@@ -439,22 +443,18 @@ class EventLoop:
         for take_in in linked.frames:
             self._guard(take_in)
 
-    def _get_ready(self, peer: Peer, hello: Hello) -> Mapping:
-        """On a thread that has just connected a peer: make kernels ready for it, and open what paths use of it."""
-        me, remote = self.me, RemoteEndpoint.of(hello)
-        if not all(path.exposes_pages for path in me.paths):
-            me.prepare(remote.spec, None)
-        if not any(path.exposes_pages for path in me.paths):
-            return UNMAPPED
-        maps = any(map(maps_pages, me.paths))
-        return open_peer(me.transport, peer, remote, me.device, maps, partial(me.prepare, remote.spec))
+    def ready_to_pull(self, remote: RemoteEndpoint) -> bool:
+        """Whether it is known if kernels here can read a prefill rank's pages; its pool is mapped at the first call.
 
-    def _get_ready_to_pull(self, peer: Peer, hello: Hello) -> Mapping:
-        """On a thread that has just connected a prefill rank: map its pool where a path pulls."""
-        me, remote = self.me, RemoteEndpoint.of(hello)
-        if not any(map(pulls_pages, me.paths)):
-            return UNMAPPED
-        return map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
+        False: its rooms wait until the side learns by ``on_mapped`` that it is known.
+        """
+        pulling = {(path.name, path.version) for path in self.me.paths if pulls_pages(path)}
+        return pulling.isdisjoint(remote.hello.paths) or self.connections.map(remote.epoch)
+
+    def _on_mapped(self, remote: RemoteEndpoint) -> None:
+        if refused := self.connections.mapping(remote.epoch).refused:
+            log.info("%s: its pages are not read here: %s", remote.name, refused)
+        self.side.on_mapped(remote)
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import attrs
 from attrs import frozen
@@ -10,10 +11,11 @@ from attrs import frozen
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...ids import Peer, RegionId
 from ...memory import Buffer, MappedPool
-from ...strategies import AUTO, TransferPlanner, copies_pages
+from ...protocol import Hello
+from ...strategies import AUTO, TransferPlanner, copies_pages, maps_pages
 from ...transports import Bells, SupportsBells, SupportsMapping, Transport
 from ...transports.bells import SLOT_WORDS, WORD
-from .handshake import RemoteEndpoint
+from .handshake import EndpointInfo, RemoteEndpoint
 
 BLOCK = 32
 """Slots that one writer gets for one room: of more segments, frames alone tell."""
@@ -39,6 +41,23 @@ class Mapping:
 
 
 UNMAPPED = Mapping(refused="no path of this endpoint maps memory", silent="no path of this endpoint exposes pages")
+
+
+def open_decode(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
+    """Make kernels ready for a decode rank, and open what paths use of it; on a thread that has just connected it."""
+    remote = RemoteEndpoint.of(hello)
+    if not all(path.exposes_pages for path in me.paths):
+        me.prepare(remote.spec, None)
+    if not any(path.exposes_pages for path in me.paths):
+        return UNMAPPED
+    maps = any(map(maps_pages, me.paths))
+    return open_peer(me.transport, peer, remote, me.device, maps, partial(me.prepare, remote.spec))
+
+
+def map_prefill(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
+    """Map the pool of a prefill rank, for paths that pull; may block."""
+    remote = RemoteEndpoint.of(hello)
+    return map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
 
 
 def open_peer(

@@ -1,0 +1,216 @@
+"""Decode maps the pool of a prefill rank for the first room that may read it, while its thread goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from disagg_kv.endpoints.runtime.connections import READY_S, Connections
+from disagg_kv.endpoints.runtime.mapping import Mapping
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import Epoch, Peer, RegionId
+from disagg_kv.memory import Buffer, MappedPool
+from disagg_kv.protocol import Hello, Options, Phase
+from disagg_kv.protocol.peer_effects import Up
+from disagg_kv.testing import FakeClock
+from disagg_kv.trace import Recorder
+from disagg_kv.transports import InprocTransport
+from tests.support.rig import Memory, Rig, tp_shards
+from tests.support.rig_parts import Later
+from tests.unit.endpoints.test_connecting import Counted, nothing, rig_of_one, ups
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+QUICK = Options(silence_s=2.0, heartbeat_s=0.5)
+TRIES_S = Options().silence_s
+
+
+class Links:
+    """A peer that is linked, and whose pool is mapped when the test says so; ``outcome`` is what that gives."""
+
+    def __init__(self, later: Later | None = None) -> None:
+        rig = rig_of_one()
+        self.later, self.clock, self.transport = later or Later(), FakeClock(), Counted()
+        member = rig.decodes[0]
+        self.pool = MappedPool(member.pool.site, member.pool.buffers)
+        self.outcome: Mapping | Exception = Mapping(self.pool)
+        self.connections = Connections(
+            self.transport, self.later, nothing, self.clock, Recorder(), Options(), None, self._map
+        )
+        (self.up,), self.there = ups(rig, 1)
+        assert self.connections.begin(self.up) is None
+        self.later.jobs.pop()()
+        assert [one.up for one in self.connections.results()] == [self.up]
+
+    def _map(self, peer: Peer, hello: Hello) -> Mapping:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.up.epoch
+
+    def run(self) -> None:
+        """The helper thread gets there."""
+        self.later.jobs.pop()()
+
+    def mapped(self) -> Sequence[Epoch]:
+        """What has been mapped, or refused."""
+        assert self.connections.results() == []
+        return self.connections.mapped()
+
+
+def test_a_pool_is_mapped_once() -> None:
+    """For all rooms that wait for it, and it stays."""
+    links = Links()
+    assert [links.connections.map(links.epoch) for _ in range(3)] == [False] * 3
+    assert links.connections.mapping(links.epoch).pool is None
+    links.run()
+    assert links.mapped() == [links.epoch]
+    assert links.connections.map(links.epoch)
+    assert links.connections.mapping(links.epoch).pool is links.pool
+    assert not links.later.jobs
+    assert links.mapped() == []
+
+
+def test_a_refusal_counts_for_a_while() -> None:
+    """Then the next room has it tried again."""
+    links = Links()
+    links.outcome = Mapping(refused="no")
+    assert not links.connections.map(links.epoch)
+    links.run()
+    assert links.mapped() == [links.epoch]
+    assert links.connections.map(links.epoch)
+    assert links.connections.mapping(links.epoch).refused == "no"
+    links.clock.advance(TRIES_S)
+    links.outcome = Mapping(links.pool)
+    assert not links.connections.map(links.epoch)
+    links.run()
+    assert links.connections.map(links.epoch)
+    assert links.connections.mapping(links.epoch).pool is links.pool
+
+
+def test_an_attempt_that_ends_its_thread_is_a_refusal() -> None:
+    """Its error is a bug, and no room waits for it."""
+    links = Links()
+    links.outcome = RuntimeError("a bug")
+    assert not links.connections.map(links.epoch)
+    with pytest.raises(RuntimeError, match="a bug"):
+        links.run()
+    assert links.mapped() == [links.epoch]
+    assert links.connections.map(links.epoch)
+    assert "ended without a result" in links.connections.mapping(links.epoch).refused
+
+
+def test_without_a_thread_it_is_refused_at_once() -> None:
+    """And tried again later."""
+
+    class NoThread(Later):
+        none = False
+
+        def start(self, job: object) -> None:  # type: ignore[override]
+            if self.none:
+                raise RuntimeError("can't start new thread")
+            super().start(job)  # type: ignore[arg-type]
+
+    later = NoThread()
+    links = Links(later)
+    later.none = True
+    assert links.connections.map(links.epoch)
+    assert links.connections.mapping(links.epoch).refused == "can't start new thread"
+    later.none = False
+    assert links.connections.map(links.epoch)
+    links.clock.advance(TRIES_S)
+    assert not links.connections.map(links.epoch)
+    links.run()
+    assert links.mapped() == [links.epoch]
+
+
+def test_an_attempt_that_does_not_return_is_a_refusal_until_it_does() -> None:
+    """No second one begins meanwhile."""
+    links = Links()
+    assert not links.connections.map(links.epoch)
+    links.clock.advance(READY_S)
+    assert links.mapped() == [links.epoch]
+    links.clock.advance(10 * TRIES_S)
+    assert links.connections.map(links.epoch)
+    assert f"were not ready in {READY_S:g} s" in links.connections.mapping(links.epoch).refused
+    assert len(links.later.jobs) == 1
+    links.run()
+    assert links.mapped() == [links.epoch]
+    assert links.connections.mapping(links.epoch).pool is links.pool
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it(returns: bool) -> None:
+    """Its thread still uses the link. A peer that is wanted again by then keeps it."""
+    links = Links()
+    assert not links.connections.map(links.epoch)
+    links.connections.drop(links.epoch)
+    assert links.connections.of(links.epoch) is None
+    assert links.transport.disconnects == 0
+    if returns:
+        assert links.connections.begin(Up(links.up.hello)) is None
+    links.run()
+    assert [one.link for one in links.connections.results()] == [links.connections.of(links.epoch)] * returns
+    assert links.transport.disconnects == (not returns)
+    assert links.connections.mapped() == []
+    if returns:
+        assert links.connections.map(links.epoch)
+        links.connections.drop(links.epoch)
+        assert links.transport.disconnects == 1
+    assert links.connections._under_way == 0
+    assert not links.connections._owners
+
+
+class Slow(InprocTransport):
+    """Counts what it maps, and may refuse to."""
+
+    refuses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Peer] = []
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        self.maps.append(peer)
+        return super().map(peer, region, device)
+
+
+def test_only_ranks_that_rooms_come_from_are_mapped() -> None:
+    """Once each, with the first room; connecting maps nothing."""
+    rig = Rig(SPEC, options=QUICK)
+    one = rig.prefill(tp_shards(SPEC, 2), "P", strategy="mapped_pull")
+    rig.prefill(tp_shards(SPEC, 1), "Q", strategy="mapped_pull")
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=Memory(transport=Slow), strategy="mapped_pull")
+    transport = decodes[0].transport
+    assert isinstance(transport, Slow)
+    assert not transport.maps
+    for name in ("first", "second"):
+        rig.request(name, one, decodes, 9).start(9).landed()
+        assert len(transport.maps) == len(set(transport.maps)) * len(one[0].pool.buffers)
+        assert len(set(transport.maps)) == 2
+    rig.quiet()
+
+
+def test_a_room_ends_by_name_while_a_pool_is_being_mapped() -> None:
+    """Its engine may give it up, or it has waited for long; the endpoint's thread is free."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped_pull")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped_pull")
+    loop, later = decodes[0].endpoint.driver.loop, Later()
+    given_up = rig.request("first", prefills, decodes, 9).open_decode().expect(9)
+    slow = rig.request("second", prefills, decodes, 9).open_decode().expect(9)
+    loop.connections._background = later
+    rig.until(lambda: not loop.connections.linked() and bool(later.jobs), "the connection")
+    later.jobs.pop()()
+    rig.until(lambda: bool(loop.connections.linked()) and bool(later.jobs), "the mapping")
+    given_up.receives[0].abort("enough")
+    rig.until(lambda: given_up.receives[0].released, "the abort")
+    rig.until(lambda: slow.receives[0].phase is Phase.FAILED, "the silence")
+    assert "the pools of prefill instance 'P' were not mapped in 2 s" in str(slow.receives[0].error)
+    other = rig.request("third", prefills, decodes, 9).start(9)
+    later.jobs.pop()()
+    other.landed()
+    rig.quiet()
