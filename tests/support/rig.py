@@ -84,6 +84,7 @@ class PrefillOptions(TypedDict, total=False):
     strategy: str
     verify: Verify
     schedule: Schedule
+    waits_for_peers: bool
     uses: Collection[Feature]
     slot_bytes: int
     slots: int
@@ -95,6 +96,7 @@ class DecodeOptions(TypedDict, total=False):
     """Of :class:`DecodeEndpoint`."""
 
     strategy: str
+    waits_for_peers: bool
     verify: Verify
     ring_bytes: int
     allocator: Callable[[int], StagingAllocator]

@@ -82,6 +82,7 @@ def open_endpoints(
     group: Any,
     produces: bool,
     consumes: bool,
+    waits_for_peers: bool,
 ) -> Opened:
     """Open the endpoints of a rank. All ranks of the instance call; none waits for one that cannot.
 
@@ -95,6 +96,7 @@ def open_endpoints(
         group: the engine's group of the tensor-parallel ranks on the CPU; not used by a single rank.
         produces: the instance prefills for others.
         consumes: the instance decodes for others.
+        waits_for_peers: the engine keeps pages until a room is released, on both sides; as for the endpoints.
 
     Raises:
         ConfigurationError: an option that does not fit, or another rank has failed. What ``pool_of`` raises, too.
@@ -103,7 +105,9 @@ def open_endpoints(
 
         def begin() -> tuple[tuple[Rendezvous, Opened], dict[str, Any]]:
             meeting = _rendezvous(options)
-            opened = _open(undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes)
+            opened = _open(
+                undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes, waits_for_peers
+            )
             return (meeting, opened), {"addresses": opened.addresses}
 
         (meeting, opened), everyone = agreed(begin, instance, tp, group)
@@ -129,6 +133,7 @@ def _open(
     rank: int,
     produces: bool,
     consumes: bool,
+    waits_for_peers: bool,
 ) -> Opened:
     """This rank's part; ``addresses`` are those of its own prefill and decode endpoint, "" where there is none."""
     device = str(pool.buffers[0].device)
@@ -138,6 +143,7 @@ def _open(
     if scratch is not None:
         undo.callback(shutil.rmtree, scratch, ignore_errors=True)
     common = {"rank": rank, "shards": shards, "rendezvous": meeting, "verify": options.verify, "strategy": strategy}
+    common["waits_for_peers"] = waits_for_peers
     common["options"] = Options(silence_s=options.silence_s, claim_s=options.claim_s, total_s=options.total_s)
     common["environment"] = Environment(switch_s=options.switch_interval_s or None)
     own, sender, receiver = ["", ""], None, None

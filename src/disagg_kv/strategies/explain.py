@@ -11,7 +11,7 @@ from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
-from .base import Job, TransferPlanner, copies_pages, refusal
+from .base import Job, TransferPlanner, copies_pages, pulls_pages, refusal
 from .registry import auto_paths, paths
 
 
@@ -165,6 +165,8 @@ def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel)
 
 def estimated(path: TransferPlanner, cost: CostModel, descriptors: int, nbytes: int, segments: int) -> Estimate:
     """What a path takes, as a prefill endpoint estimates it."""
+    if pulls_pages(path):
+        return cost.estimate_pulled(path.name, descriptors, nbytes)
     if copies_pages(path):
         return cost.estimate_mapped(path.name, descriptors, nbytes)
     return cost.estimate(path.name, descriptors, nbytes, 0 if path.exposes_pages else segments)

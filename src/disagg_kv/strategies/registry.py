@@ -145,12 +145,14 @@ def paths() -> dict[str, TransferPlanner]:
     return dict(_parts["path"])
 
 
-def auto_paths() -> tuple[TransferPlanner, ...]:
+def auto_paths(*, pulls: bool = False) -> tuple[TransferPlanner, ...]:
     """The paths that ``auto`` compares: the library's own, and the registered ones that say ``joins_auto``.
 
-    Those that pull are left out: decode would have to map the memory of every prefill rank that it meets.
+    Args:
+        pulls: those that pull, too. They keep prefill's pages until decode has read them, or has ended.
     """
-    known = (path for path in paths().values() if not pulls_pages(path))
+    arguments.flag(pulls, "pulls")
+    known = (path for path in paths().values() if pulls or not pulls_pages(path))
     return tuple(path for path in known if path.name in _BUILT_IN or _says_auto(path) is True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -109,10 +109,10 @@ def test_without_a_thread_it_is_refused_at_once() -> None:
     class NoThread(Later):
         none = False
 
-        def start(self, job: object) -> None:  # type: ignore[override]
+        def start(self, job: Callable[[], None]) -> None:
             if self.none:
                 raise RuntimeError("can't start new thread")
-            super().start(job)  # type: ignore[arg-type]
+            super().start(job)
 
     later = NoThread()
     links = Links(later)

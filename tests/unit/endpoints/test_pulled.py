@@ -15,18 +15,19 @@ from disagg_kv.planning import tables_of
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport, ShmTransport
 from tests.support.device_copies import SPEC, Failing, launched, scene
-from tests.support.rig import Memory, Rig, tp_shards
+from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
 
 QUICK = Options(silence_s=2.0, heartbeat_s=0.5)
 
 
+def own(spec: CacheSpec, part: Shard, memory: Memory) -> PagedPool:
+    """A pool in memory that no transport allocated."""
+    return PagedPool.allocate(spec, part, pages=memory.pages, page_size=memory.page_size)
+
+
 def test_pages_that_no_peer_can_map_are_refused_at_the_start() -> None:
     """Not by each room on decode."""
-
-    def own(spec: CacheSpec, part: Shard, memory: Memory) -> PagedPool:
-        return PagedPool.allocate(spec, part, pages=memory.pages, page_size=memory.page_size)
-
     with pytest.raises(ConfigurationError, match="allocate the pool with it"):
         Rig(SPEC).prefill(tp_shards(SPEC, 1), memory=Memory(transport=ShmTransport, pool=own), strategy="mapped_pull")
 
@@ -171,6 +172,13 @@ class Unmapped(InprocTransport):
         return "no link between the GPUs"
 
 
+class Unmappable(InprocTransport):
+    """Must not be asked."""
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        raise AssertionError("it maps what no path reads")
+
+
 def test_what_cannot_be_mapped_is_refused_by_name() -> None:
     """On decode, which maps; prefill learns that the room has failed."""
     rig = Rig(SPEC)
@@ -182,10 +190,102 @@ def test_what_cannot_be_mapped_is_refused_by_name() -> None:
     rig.quiet()
 
 
-def test_both_sides_have_to_name_it() -> None:
-    """``auto`` of decode maps no prefill rank, and allows no pull."""
+def test_an_engine_that_waits_for_peers_has_its_pages_written() -> None:
+    """``auto`` of its decode maps no prefill rank, and allows no pull."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped_pull")
     decodes = rig.decode(tp_shards(SPEC, 1))
     request = rig.request("room", prefills, decodes, 9).start(9).failed()
     assert "theirs is [('mapped_pull', 1)]" in str(request.receives[0].error)
+
+
+def by_itself(
+    there: Memory | None = None, here: Memory | None = None, *, waits: bool = True, strategy: str = "auto"
+) -> Request:
+    """A request whose decode engine waits for no peer, and takes ``auto``; ``waits``: prefill's engine does."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills = rig.prefill(tp_shards(SPEC, 2), memory=there, strategy=strategy, waits_for_peers=waits)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=here, waits_for_peers=False)
+    assert not decodes[0].endpoint.inspect().exposes
+    return rig.request("room", prefills, decodes, 9).start(9)
+
+
+def test_auto_pulls_where_decode_s_engine_waits_for_no_peer_and_prefill_s_does() -> None:
+    """Decode allows that path alone, so that all writers cut segments by the same limits."""
+    request = by_itself().landed()
+    assert request.receives[0].report.path == "mapped_pull"
+    for handle in request.sends:
+        assert handle.report.reason.startswith("mapped_pull takes 0.")
+        assert "staged cannot: decode does not allow it" in handle.report.reason
+    request.rig.quiet()
+
+
+@pytest.mark.parametrize("why", ["prefill", "mapping", "strategy", "memory"])
+def test_auto_stages_where_it_may_not_pull(why: str) -> None:
+    """As prefill's engine does not wait, as its memory cannot be mapped, or as prefill's strategy says so."""
+    there = Memory(transport=ShmTransport, pool=own) if why == "memory" else None
+    here = {"mapping": Memory(transport=Unmapped), "memory": Memory(transport=ShmTransport)}.get(why)
+    strategy = "staged" if why == "strategy" else "auto"
+    request = by_itself(there, here, waits=why != "prefill", strategy=strategy).landed()
+    assert {handle.report.path for handle in request.handles} == {"staged"}
+    request.rig.quiet()
+
+
+def test_ranks_of_prefill_whose_strategies_differ_cut_alike() -> None:
+    """One may be read, and one stages: both paths are allowed, and staging memory cuts the segments of both."""
+    rig = Rig(SPEC, options=QUICK)
+    shards = tp_shards(SPEC, 2)
+    prefills = [*rig.prefill(shards, only=[0]), *rig.prefill(shards, only=[1], strategy="staged")]
+    decodes = rig.decode(tp_shards(SPEC, 1), waits_for_peers=False)
+    request = rig.request("room", prefills, decodes, 9).start(9).landed()
+    assert [handle.report.path for handle in request.sends] == ["mapped_pull", "staged"]
+    assert request.receives[0].report.path == "mapped_pull+staged"
+    rig.quiet()
+
+
+def test_a_cache_that_is_converted_is_not_mapped() -> None:
+    """No kernel of decode converts, so ``auto`` stages it."""
+    rig = Rig(CacheSpec.kv(2, 4, 8, "float32"), decoded=CacheSpec.kv(2, 4, 8, "float16"), options=QUICK)
+    prefills = rig.prefill(tp_shards(rig.spec, 1))
+    decodes = rig.decode(tp_shards(rig.decode_spec, 1), memory=Memory(transport=Unmappable), waits_for_peers=False)
+    request = rig.request("room", prefills, decodes, 9).start(9).landed()
+    assert request.receives[0].report.path == "staged"
+
+
+def test_a_failed_room_of_an_engine_that_waits_for_no_peer_is_released_at_once() -> None:
+    """Its pages depend on no peer, whatever that does."""
+    request = by_itself()
+    request.rig.until(lambda: request.receives[0].report.segments > 0, "the rows")
+    again = request.rig.request("again", request.prefills, request.decodes, 9).open_decode().expect(9).open_prefill()
+    again.send(4)
+    request.rig.until(lambda: again.receives[0].report.segments > 0, "rows")
+    for member in request.prefills:
+        member.frozen = True
+    again.receives[0].abort("enough")
+    request.rig.wait(0.1, 0.01)
+    assert (again.receives[0].phase, again.receives[0].released) == (Phase.FAILED, True)
+
+
+@pytest.mark.parametrize(
+    ("side", "strategy", "why"),
+    [
+        ("decode", "mapped", "has peers write into pages, and the engine does not wait for them"),
+        ("decode", "direct", "has peers write into pages, and the engine does not wait for them"),
+        ("prefill", "mapped_pull", "keeps pages until decode has read them or has ended, and the engine does not wait"),
+    ],
+)
+def test_a_path_for_which_the_engine_would_have_to_wait_is_refused_at_the_start(
+    side: str, strategy: str, why: str
+) -> None:
+    """By name, with the argument that says so."""
+    rig = Rig(SPEC)
+
+    def make(path: str) -> object:
+        if side == "decode":
+            return rig.decode(tp_shards(SPEC, 1), path, strategy=path, waits_for_peers=False)
+        return rig.prefill(tp_shards(SPEC, 1), path, strategy=path, waits_for_peers=False)
+
+    with pytest.raises(ConfigurationError, match=rf"path '{strategy}' {why}.*\(waits_for_peers\)"):
+        make(strategy)
+    for path in ("staged", "mapped_pull") if side == "decode" else ("staged", "mapped", "direct"):
+        make(path)

@@ -39,7 +39,16 @@ def pool() -> tuple[MemoryPool, Sequence[Shard]]:
 def opened(options: EngineOptions) -> list[str]:
     """The transports of both endpoints of a rank."""
     made = open_endpoints(
-        options, pool, instance="i", strategy="auto", tp=1, rank=0, group=None, produces=True, consumes=True
+        options,
+        pool,
+        instance="i",
+        strategy="auto",
+        tp=1,
+        rank=0,
+        group=None,
+        produces=True,
+        consumes=True,
+        waits_for_peers=True,
     )
     try:
         return [end.driver.loop.me.transport.name for end in (made.sender, made.receiver) if end is not None]

@@ -21,7 +21,7 @@ from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
 from ...strategies import AUTO, TransferPlanner, paths, pulls_pages
 from ...strategies import strategy as named
 from ...trace import Observer
-from ...transports import Transport
+from ...transports import SupportsMapping, Transport
 from ..api import Usage
 from ..runtime.construction import Parts
 from ..runtime.endpoint import Endpoint
@@ -53,10 +53,12 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         instance: name of this set of ranks.
         rank: index of this rank in the instance.
         shards: the shard of every rank of the instance; None: there is one rank.
-        strategy: the paths that prefill may take, and the selection. ``"auto"`` allows every path that works with the
-            pool's memory, but not ``"mapped_pull"``, which maps the memory of every prefill rank. A path that exposes
-            pages keeps the pages of an aborted room until there is evidence that no peer writes to them. With
-            ``"+incremental"``, :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
+        strategy: the paths that prefill may take, and the selection. ``"auto"`` allows the paths that work with the
+            pool's memory, and that ``waits_for_peers`` allows. With ``"+incremental"``,
+            :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
+        waits_for_peers: the engine keeps the pages of a room until ``released``, also where that waits for evidence
+            that no peer writes to them. False: pages are never exposed, and ``released`` waits for own kernels alone.
+            ``"auto"`` then allows ``"mapped_pull"``, for which the endpoint maps the memory of prefill ranks.
         ring_bytes: bytes of the staging ring; None: 256 MiB on a CPU, 4 GiB on a GPU. A segment takes at most an eighth
             of it.
         allocator: creates the allocator of the ring from its number of bytes.
@@ -74,7 +76,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 
     Raises:
         ConfigurationError: an argument of another type or out of range; or an explicit path that exposes pages, with
-            memory that the transport cannot write to, or that it does not map although the path needs that.
+            memory that the transport cannot write to, or that it does not map although the path needs that, or with an
+            engine that does not wait for peers.
         GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
     """
 
@@ -89,6 +92,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         rank: int = 0,
         shards: Sequence[Shard] | None = None,
         strategy: str = AUTO,
+        waits_for_peers: bool = True,
         ring_bytes: int | None = None,
         allocator: Callable[[int], StagingAllocator] = RingStagingAllocator,
         verify: Verify = "off",
@@ -110,7 +114,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             chosen = named(strategy)
             self._selection = chosen.selection
             carrier = parts.transport
-            usable, exposed = _usable(chosen.path, pool, carrier)
+            waits = arguments.flag(waits_for_peers, "waits_for_peers")
+            usable, exposed = _usable(chosen.path, pool, carrier, waits)
             limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
             device = pool.buffers[0].device
             if ring_bytes is None:
@@ -203,12 +208,18 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         return self._side.inspect()
 
 
-def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:
-    """The paths that prefill may take, and whether one of them exposes pages."""
+def _usable(
+    wanted: str, pool: MemoryPool, transport: Transport, waits: bool
+) -> tuple[tuple[TransferPlanner, ...], bool]:
+    """The paths that prefill may take, and whether one of them exposes pages.
+
+    ``auto`` allows those that expose pages, or those that pull, by whether the engine waits for peers.
+    """
     known = paths()
     able = exposable(transport, list(pool.buffers))
     if wanted == AUTO:
-        usable = tuple(p for p in known.values() if (able or not p.exposes_pages) and not pulls_pages(p))
+        exposes, pulls = able and waits, isinstance(transport, SupportsMapping) and not waits
+        usable = tuple(p for p in known.values() if (exposes or not p.exposes_pages) and (pulls or not pulls_pages(p)))
     else:
         usable = (known[wanted],)
         check_mapping(wanted, usable, transport)
@@ -216,5 +227,10 @@ def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[
             raise ConfigurationError(
                 f"path {wanted!r} writes into pages, but transport {transport.name!r} writes only to memory that it "
                 "allocated: allocate the pool with it, or take path 'staged'"
+            )
+        if usable[0].exposes_pages and not waits:
+            raise ConfigurationError(
+                f"path {wanted!r} has peers write into pages, and the engine does not wait for them (waits_for_peers): "
+                "take path 'staged' or 'mapped_pull'"
             )
     return usable, any(p.exposes_pages for p in usable)

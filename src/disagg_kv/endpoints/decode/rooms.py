@@ -191,7 +191,7 @@ class DecodeSide:
         for epoch in writers:
             self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
-        barred = () if room.sources else self._pulls.names
+        barred = self._pulls.barred(room)
         self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred))
 
     def on_answer(self, answer: LookupResult) -> None:

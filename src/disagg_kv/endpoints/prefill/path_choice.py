@@ -133,7 +133,9 @@ def choose_path(
     estimates = []
     for path in able:
         count = sum(map(path.count, jobs))
-        if copies_pages(path):
+        if pulls_pages(path):
+            estimates.append(costs.estimate_pulled(path.name, count, nbytes))
+        elif copies_pages(path):
             estimates.append(costs.estimate_mapped(path.name, count, nbytes))
         else:
             staged = 0 if path.exposes_pages else len(segments)

@@ -178,7 +178,8 @@ class Router:
         unmapped = mapping.refused if mapping.pool is None else None
         request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped)
         lane = self._lane(remote.epoch)
-        costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, unmapped is None)
+        maps = unmapped is None or any(path.name in frame.paths for path in filter(pulls_pages, me.paths))
+        costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, maps)
         costs = evolve(costs, measured=self.rates.of(lane))
         path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
         pulled = pulls_pages(path)

@@ -448,8 +448,12 @@ class EventLoop:
 
         False: its rooms wait until the side learns by ``on_mapped`` that it is known.
         """
+        return not self.pulls_from(remote) or self.connections.map(remote.epoch)
+
+    def pulls_from(self, remote: RemoteEndpoint) -> bool:
+        """Whether both sides know a path by which kernels here read a prefill rank's pages; none of them converts."""
         pulling = {(path.name, path.version) for path in self.me.paths if pulls_pages(path)}
-        return pulling.isdisjoint(remote.hello.paths) or self.connections.map(remote.epoch)
+        return remote.spec == self.me.site.spec and not pulling.isdisjoint(remote.hello.paths)
 
     def _on_mapped(self, remote: RemoteEndpoint) -> None:
         if refused := self.connections.mapping(remote.epoch).refused:

@@ -62,11 +62,14 @@ class SGLangOptions(EngineOptions):
             raise ConfigurationError(f"{VARIABLE}: no JSON object: {text:.200}")
         return cls.read(VARIABLE, given)
 
-    @property
-    def names(self) -> str:
-        """The strategy as the endpoints take it."""
+    def names(self, *, prefill: bool) -> str:
+        """The strategy as the endpoint of a side takes it.
+
+        With ``auto``, decode also reads pages of prefill engines that wait for it. Prefill gives its pages to no path,
+        as SGLang's server stands still while one uses them.
+        """
         chosen = strategy(self.strategy)
-        path = "staged" if chosen.path == AUTO else chosen.path
+        path = "staged" if chosen.path == AUTO and prefill else chosen.path
         return selecting(f"{path}+{chosen.schedule.name}")
 
     def check(self, radix_cache: bool) -> None:

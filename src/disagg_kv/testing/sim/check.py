@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
+from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.decode.room import DecodeRoom
 from ...endpoints.prefill.handle import DeliveryHandle
@@ -32,6 +33,7 @@ from .kind import Kind
 from .memory_holders import check_holders
 from .node import SimNode
 from .outages import POLL_S
+from .path_draws import PULL
 from .rooms import Entry
 
 SLACK_S = 0.6
@@ -92,6 +94,7 @@ class Checks:
             most = entry.room.plan.total_s + SLACK_S + entry.node.stood_still
         if took > most:
             self._fail("I4", f"{name}: ended after {took:.3f} s, with {most:.3f} s to go")
+        self._waits(entry, entry.handle)
         if entry.room.plan.unmet:
             self._unmet(entry, error)
         if entry.room.plan.source == world.scenario.refused:
@@ -288,6 +291,18 @@ class Checks:
         self.untouched(entry.node)
         if entry.room.over:
             self.agree(entry)
+
+    def _waits(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
+        """I5: no peer writes into pages of an engine that does not wait for peers, or reads them."""
+        scenario, node = self._world.scenario, entry.node
+        pulled = PULL in handle.report.path
+        if entry in entry.room.decode:
+            if pulled and not scenario.decode_waits:
+                self._world.mark("auto:decode pulls")
+            if node.exposes and not scenario.decode_waits:
+                self._fail("I5", f"{entry.room.name(entry)}: pages are exposed, and the engine waits for no peer")
+        elif pulled and not scenario.prefill_waits[scenario.source_of(node.index)]:
+            self._fail("I5", f"{entry.room.name(entry)}: decode reads pages, and the engine does not wait for it")
 
     def unread(self, entry: Entry) -> None:
         """I5: no kernel of decode reads, or will read, the pages that a prefill engine gets back."""

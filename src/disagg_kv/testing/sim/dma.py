@@ -178,6 +178,8 @@ class SimTransport:
         """In some worlds nothing is mapped, and in some nothing of half of the peers."""
         if self._is_far(peer):
             self._world.mark("lanes:one that does not map")
+            if self.node.side == "decode":
+                self._world.mark("auto:a pool is not mapped")
             return "lane 'far' does not map memory of peers"
         return None if self._world.scenario.maps else "sim: nothing is mapped in this world"
 

@@ -96,9 +96,9 @@ class SimNode(SimProcess):
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
-                strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
-                allocator=self._allocate, options=scenario.options, kernels=self.kernels,
-                observer=SimObserver(world), environment=environment,
+                strategy=scenario.decode_path, waits_for_peers=scenario.decode_waits, verify=scenario.verify,
+                ring_bytes=scenario.ring_bytes, allocator=self._allocate, options=scenario.options,
+                kernels=self.kernels, observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.view = decode, decode.inspect()
             self._unprepared = (self.view.scatters.unprepared,)
@@ -107,6 +107,7 @@ class SimNode(SimProcess):
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.prefill_paths[scenario.source_of(index)],
+                waits_for_peers=scenario.prefill_waits[scenario.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
                 slots=scenario.slots, options=scenario.options, kernels=self.kernels,
                 observer=SimObserver(world), environment=environment,

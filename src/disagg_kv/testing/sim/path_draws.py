@@ -11,6 +11,12 @@ PULL = "mapped_pull"
 PULLS = 0.15
 """Share of the worlds in which kernels of decode read the pages of prefill, and no other path is known."""
 
+ITSELF = 0.5
+"""Share of those worlds in which engines of decode wait for no peer, and ``auto`` finds the path. Others are known."""
+
+WITHHELD, MAPPED = 0.8, 0.85
+"""Share of prefill instances that wait for decode in such worlds, and of such worlds in which memory is mapped."""
+
 SLOW = 0.8
 """Share of those worlds in which kernels take their time although others of the same seed would not."""
 
@@ -30,6 +36,17 @@ def refused_of(seed: int, decode_path: str, prefills: int) -> int | None:
 def pulls(seed: int) -> bool:
     """Whether decode pulls in the world of a seed."""
     return random.Random(f"pulls {seed}").random() < PULLS
+
+
+def pulls_by_itself(seed: int) -> bool:
+    """Whether ``auto`` finds that path in the world of a seed, as decode's engines wait for no peer."""
+    return pulls(seed) and random.Random(f"pulls by itself {seed}").random() < ITSELF
+
+
+def withheld(seed: int, prefills: int) -> tuple[bool, ...]:
+    """Whether the engine of each prefill instance waits for decode before it frees pages."""
+    rng = random.Random(f"withheld {seed}")
+    return tuple(not pulls_by_itself(seed) or rng.random() < WITHHELD for _ in range(prefills))
 
 
 def slow_pulls(seed: int) -> bool:

@@ -54,6 +54,8 @@ MARKS = frozenset(
         "bells:old",
         "bells:there are none",
         "bells:a device rings",
+        "auto:a pool is not mapped",
+        "auto:decode pulls",
         "pulled:a copy outlives its source",
         "pulled:a copy fails before it is quiet",
         "pulling:decode gives up",

@@ -20,7 +20,7 @@ from ...strategies import LayerPipelined
 from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm, while_pulling
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .path_draws import PULL, pulls, refused_of, slow_pulls
+from .path_draws import MAPPED, PULL, pulls, pulls_by_itself, refused_of, slow_pulls, withheld
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -213,6 +213,7 @@ class Scenario:
     ``conversations`` is empty where decode keeps no prefixes; with ``collisions``, unequal prefixes have equal hashes.
     With ``together``, frames to one peer leave as one message.
     With ``maps``, transports map memory of peers.
+    ``decode_waits`` and ``prefill_waits``, of each instance: engines wait for peers before they free pages.
     ``pieces`` of work of one kind are done in a turn at most.
     ``refused`` is the number of a prefill instance that cannot work with decode, as they have no path in common; None:
     all can.
@@ -226,6 +227,8 @@ class Scenario:
     decode: Split
     prefill_paths: tuple[str, ...]
     decode_path: str
+    decode_waits: bool
+    prefill_waits: tuple[bool, ...]
     schedule: LayerPipelined | None
     verify: Verify
     slot_bytes: int
@@ -309,9 +312,12 @@ class Scenario:
         selection = "+incremental" if conversations else ""
         draws = random.Random(f"maps {seed}")
         maps = draws.random() < 0.7
-        if pulls(seed):
+        itself = pulls_by_itself(seed)
+        if itself:
+            maps, decode_path, prefill_paths = draws.random() < MAPPED, "auto", ["auto", "auto", "auto", "staged"]
+        elif pulls(seed):
             maps, decode_path, prefill_paths = True, PULL, [PULL]
-        exposing = maps and decode_path not in ("staged", PULL)
+        exposing = maps and not itself and decode_path not in ("staged", PULL)
         refused = None if exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
         return cls(
             seed=seed,
@@ -324,6 +330,8 @@ class Scenario:
             ),
             refused=refused,
             decode_path=decode_path + selection,
+            decode_waits=not itself,
+            prefill_waits=withheld(seed, len(prefills)),
             schedule=rng.choice(SCHEDULES),
             verify="off" if slow_kernels or rings else rng.choice(("off", "sampled", "full")),
             slot_bytes=slot,

@@ -27,7 +27,8 @@ def read(given: object) -> SGLangOptions:
 def test_the_defaults_need_no_variable() -> None:
     options = SGLangOptions.from_environment({})
     assert options == SGLangOptions.from_environment({VARIABLE: ""}) == read({}) == SGLangOptions()
-    assert options.names == "staged+per_chunk+incremental"
+    assert options.names(prefill=True) == "staged+per_chunk+incremental"
+    assert options.names(prefill=False) == "auto+per_chunk+incremental"
     options.check(radix_cache=True)
 
 
@@ -36,9 +37,10 @@ def test_every_option_is_taken() -> None:
     given |= {"metrics": "[::1]:9100", "status_socket": True}
     options = read(given)
     assert {name: getattr(options, name) for name in given} == given
-    assert options.names == "staged+per_chunk+incremental"
+    assert options.names(prefill=True) == "staged+per_chunk+incremental"
     options = read({"strategy": "per_chunk"})
-    assert options.names == "staged+per_chunk+incremental"
+    assert options.names(prefill=True) == "staged+per_chunk+incremental"
+    assert read({"strategy": "staged"}).names(prefill=False) == "staged+per_chunk+incremental"
 
 
 @pytest.mark.parametrize(
