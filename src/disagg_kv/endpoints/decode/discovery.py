@@ -232,7 +232,8 @@ class Discovery:
         return lives
 
     def _ready(self, source: Source, instance: PrefillInstance) -> list[Outcome]:
-        """The rooms that wait, once all ranks are connected."""
+        """The rooms that wait, once all ranks are connected, and their pools mapped where a path pulls."""
+        instance.mapping = False
         epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
         remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
         ready = tuple(remote for remote in remotes if remote is not None)

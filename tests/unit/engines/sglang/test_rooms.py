@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from disagg_kv.engines.sglang import bootstrap, rooms
+from disagg_kv.engines.sglang.options import SGLangOptions
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
 from disagg_kv.errors import ConfigurationError, EndpointBrokenError, UnsupportedError
 from disagg_kv.protocol import Options, Phase
@@ -130,6 +131,19 @@ def test_the_failure_of_a_rank_is_that_of_all(pair: Pair) -> None:
     wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
     assert "SGLang has ended the request" in d.ended[1]
     assert len(p.free) == len(d.free) == 39
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_decode_reads_pages_of_an_engine_that_waits_for_it(pair: Pair, waits: bool) -> None:
+    """Prefill may be another engine than SGLang. Of one that does not wait, rows are staged."""
+    given = {"strategy": SGLangOptions().names(prefill=False), "waits": waits}
+    p, d = pair((2, 1), decode={"strategy": given["strategy"]}, prefill=given, verify="full")
+    p.add(1, prompt(30))
+    (receiver,) = d.add(1, prompt(30)).rooms
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    assert (p.ended[1], d.ended[1]) == ("done", "done")
+    assert receiver._handle is not None
+    assert receiver._handle.report.path == ("mapped_pull" if waits else "staged")
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
