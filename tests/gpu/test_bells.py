@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +25,13 @@ from disagg_kv.transports import SupportsBells, SupportsMapping, Transport
 from disagg_kv.transports.bells import SLOT_WORDS, WORD, heard, words_of
 from tests.support import cuda_ends
 from tests.support.cuda_ends import device
+from tests.support.final_records import check_final_record
 from tests.support.pools import KV, staged_layout
 
 COPIES = int(os.environ.get("DISAGG_KV_BELLS", "400"))
 PAGES, PAGE = 32, 1 << 20
 SLOTS = 32
-RECORD = (0, PAGES, 0, 1)
+RECORD = (0, PAGES, 0, 1, 0)
 TIMEOUT_S = 60.0
 
 
@@ -122,3 +124,9 @@ def test_who_hears_a_bell_finds_the_bytes(pipe: Connection, prepared: bool) -> N
         end.synchronize()
     del bells, bell, armed, ends
     transport.close(1.0)
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_room_without_a_known_end_is_ended_by_bells(tmp_path: Path, states: bool) -> None:
+    """With its aux data, while decode's endpoint stands still; all bytes are there."""
+    assert check_final_record(tmp_path, "cuda_ipc", "cuda", stop=None, aux=16, states=states)

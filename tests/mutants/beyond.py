@@ -9,6 +9,7 @@ from disagg_kv.protocol.frames import WireTable
 from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_bells as bells
 from tests.unit.endpoints import test_early as early
+from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_mapping_later as later
 from tests.unit.protocol import test_page_runs as runs
 
@@ -57,6 +58,18 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("blocks of bells of a process without a link are never used again",
             BELLS + "BellBoard.parted", "self._free += self._of.pop(epoch, ())", "pass"),
      bells.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),
+    (Mutant("the checksum of aux data behind a final record is not compared",
+            "transports.bells:heard_final", "total != _sum(value, stop, aux or b\"\")", "False"),
+     finals.test_a_late_store_among_aux_data_is_no_record),
+    (Mutant("a final record whose value changes while it is read counts",
+            "transports.bells:heard_final", "words[slot * SLOT_WORDS] != value", "False"),
+     finals.test_a_value_that_changes_during_a_look_is_no_record),
+    (Mutant("that aux data cannot be stored is nobody's business",
+            BELLS + "BellWatch._stored", "self._void = True\n        return False", "pass"),
+     finals.test_what_cannot_be_stored_is_left_to_the_frames),
+    (Mutant("aux data that do not fit behind a final record count as a bell that was refused",
+            "endpoints.prefill.room:PrefillRoom.ring", 'elif len(effect.aux or b"") <= AUX_BYTES:', "else:"),
+     finals.test_longer_aux_data_have_no_final_record),
     (Mutant("a link is disconnected while a thread maps a pool through it",
             "endpoints.runtime.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
      partial(later.test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it, returns=False)),

@@ -76,6 +76,7 @@ class Memory:
     transport: Callable[[], Transport] = InprocTransport
     channel: Callable[[Channel], Channel] = _plain
     pool: Callable[[CacheSpec, Shard, Memory], MemoryPool] | None = None
+    aux_bytes: int = AUX_BYTES
 
 
 class PrefillOptions(TypedDict, total=False):
@@ -357,7 +358,7 @@ class Rig:
             layout=of.layout,
             fused=of.fused,
             aux_slots=4,
-            aux_bytes=AUX_BYTES,
+            aux_bytes=of.aux_bytes,
             allocator=transport.allocate if isinstance(transport, SupportsAllocate) else None,
         )
 

@@ -177,6 +177,11 @@ class Awaited:
         """As planning takes them."""
         return RowRange(self.start, self.stop)
 
+    @property
+    def needs_ends(self) -> bool:
+        """Whether every writer has to say how the room ends: at which row, or with which aux data."""
+        return self.stop is None or self.aux_bytes > 0
+
 
 @frozen
 class Introduced:
@@ -222,6 +227,18 @@ class Rang:
 
     peer: Epoch
     segment: Segment
+
+
+@frozen
+class RangFinal:
+    """A writer's final record was seen: its rows end at ``stop``, ``aux`` are its aux data; it proves nothing of rows.
+
+    What a ``Done`` says by another way, but for the number of segments.
+    """
+
+    peer: Epoch
+    stop: int
+    aux: bytes | None
 
 
 @frozen
@@ -345,6 +362,17 @@ class Ring:
 
 
 @frozen
+class RingFinal:
+    """Ring the final record of a room: its rows end at ``stop``, and ``aux`` are its aux data."""
+
+    to: Epoch
+    slot: int
+    value: int
+    stop: int
+    aux: bytes | None
+
+
+@frozen
 class Reserve:
     """Ask the ring for a segment's lease on behalf of a peer (again: ``ready`` may have become true)."""
 
@@ -428,7 +456,10 @@ class Granted:
     transfer: Transfer
 
 
-Effect = Send | Ring | Reserve | Free | Quarantine | Prepare | Scatter | Pull | Store | CastVote | Transfer | Granted
+Effect = (
+    Send | Ring | RingFinal | Reserve | Free | Quarantine | Prepare | Scatter | Pull
+    | Store | CastVote | Transfer | Granted
+)  # fmt: skip
 
 
 class RoomKey(NamedTuple):

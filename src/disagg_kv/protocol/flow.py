@@ -25,6 +25,7 @@ from .base import (
     Options,
     Quiet,
     Ring,
+    RingFinal,
     Send,
     Tick,
     Transfer,
@@ -216,7 +217,7 @@ class Flow(Machine[Sending]):
 
         It may be rung once all bytes of our part are in the peer's pages, and as often as one likes.
         """
-        if self.plan is None or self.plan.bells is None or not self.plan.exposed or segment.state:
+        if self.plan is None or self.plan.bells is None:
             return None
         slot, count, value = self.plan.bells
         number = self._bells.setdefault(segment, len(self._bells))
@@ -370,6 +371,9 @@ class Flow(Machine[Sending]):
 
     def _on_finished(self, event: Finished) -> None:
         self._finished = event
+        if self.plan is not None and self.plan.bells is not None:
+            slot, count, value = self.plan.bells
+            self._out.append(RingFinal(self.peer, slot + count, value + count, event.stop, event.aux))
         self._aux.put(event.aux)
         self._send_aux()
         self._check_finished()

@@ -73,7 +73,8 @@ def wire_pace(layer_token_s: float, bytes_per_s: float, group_s: float) -> WireP
 
 
 WireBells = tuple[U, Count, Annotated[int, Meta(ge=1, le=2**62)]]
-"""The first of consecutive slots of the receiver's board of bells, how many they are, and the value of the first."""
+"""Of the receiver's board of bells: the first of consecutive slots for segments, how many they are, and the value of
+the first. The slots and the value that follow are those of the final record."""
 
 Box = tuple[U, U, U, U, bool]
 """A segment: start, stop, first, last, state."""

@@ -52,6 +52,7 @@ from .base import (
     Pull,
     Pulled,
     Rang,
+    RangFinal,
     Reserve,
     Scatter,
     Scattered,
@@ -92,7 +93,7 @@ from .parts import Parts
 from .tables import Receiving
 from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire
-from .writers import Writer, misplaced, unopened, waited_for
+from .writers import Writer, chosen, misplaced, unopened, waited_for
 
 
 class ReceiveRoom(DrainingRoom):
@@ -151,15 +152,18 @@ class ReceiveRoom(DrainingRoom):
         return "+".join(sorted({w.lane for w in self._writers.values() if w.lane and self._intake.parts[w.rank]}))
 
     @property
-    def listens(self) -> Intake | None:
-        """What has to land, once bells alone can show that it has; else None.
+    def listens(self) -> tuple[Awaited, Intake] | None:
+        """What is awaited, once bells alone can show that it is there; else None.
 
         Every writer has opened the room, and has named what carries its writes.
         """
-        moving = self.state is Receiving.MOVING and self._claim_by == inf
-        if not moving or not self._bells or any(w.lane is None for w in self._writers.values()):
+        if not self._bells or self.state is not Receiving.MOVING or self._claim_by < inf:
             return None
-        return self._intake
+        if any(w.lane is None for w in self._writers.values()):
+            return None
+        assert self._awaited is not None
+        assert self._intake is not None
+        return self._awaited, self._intake
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
@@ -199,7 +203,7 @@ class ReceiveRoom(DrainingRoom):
             for w in self._writers.values():
                 w.tables = Parts(self._options.table_part)
                 w.tables.put(data)
-        if not self._exposed or a.stop is None or a.aux_bytes or a.verify != "off":
+        if not self._exposed or a.verify != "off":
             self._bells = ()
         for w in self._writers.values():
             self._expect(w, a)
@@ -437,16 +441,24 @@ class ReceiveRoom(DrainingRoom):
             self._send(w, AuxTaken(**self._to(w), upto=len(w.aux) if most else event.total))
 
     def _on_done(self, event: Done) -> None:
-        assert self._awaited is not None
         w = self._writer(event)
-        if w.done is not None:
-            return
-        w.done, w.lane = event, event.lane
+        if w.done is None:
+            w.done, w.lane = event, event.lane
+            self._end(w, event.stop)
+
+    def _on_rang_final(self, event: RangFinal) -> None:
+        w = self._writers[event.peer]
+        w.final = event
+        self._end(w, event.stop)
+
+    def _end(self, w: Writer, stop: int) -> None:
+        """How the room ends, from a writer's ``Done`` or final record."""
+        assert self._awaited is not None
         a = self._awaited
-        if problem := w.problem or misplaced(self._writers.values(), a):
+        if problem := w.problem or misplaced([one.stop for one in self._writers.values()], a):
             self._refuse(w, problem)
             return
-        self._stop = event.stop if a.stop is None else a.stop
+        self._stop = stop if a.stop is None else a.stop
         self._check_placed()
 
     def _check_placed(self) -> None:
@@ -456,8 +468,10 @@ class ReceiveRoom(DrainingRoom):
         """
         assert self._awaited is not None
         assert self._intake is not None
-        complete = all(w.complete for w in self._writers.values())
+        writers = self._writers.values()
+        complete = all(w.complete for w in writers)
         covered = not complete and self.listens is not None and not any(self.inbound)
+        covered = covered and not (self._awaited.needs_ends and any(w.stop is None for w in writers))
         if not (complete or covered) or self.inbound.scattering:
             return
         assert self._stop is not None
@@ -469,7 +483,7 @@ class ReceiveRoom(DrainingRoom):
             reason = f"{self._name()}: prefill is done, but {what} are not complete"
             self._fail(RemoteProtocolError(reason, instance=self.source))
             return
-        aux = next((w.results for w in self._writers.values() if w.results is not None), None)
+        aux = chosen(w.results for w in writers)
         if aux is not None:
             self._out.append(Store(aux))
         elif self._awaited.aux_bytes:

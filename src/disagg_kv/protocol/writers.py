@@ -8,7 +8,7 @@ from functools import partial
 from attrs import define, field
 
 from ..ids import Epoch, Rank
-from .base import Awaited
+from .base import Awaited, RangFinal
 from .frames import MAX_TABLE, AuxPart, Done
 from .parts import Parts
 
@@ -22,6 +22,7 @@ class Writer:
         opened: it has opened the room: it has sent a frame about it that does not say that the room is parked.
         lane: what carries its writes; None: neither its ``Expected`` nor its ``Done`` has come.
         done: its ``Done``.
+        final: its final record, which it rang.
         drained: it has sent ``Drained``.
         gone: its process has ended, and its last writes have landed.
         lost: it is lost, which is no evidence that it writes nothing more.
@@ -37,6 +38,7 @@ class Writer:
     opened: bool = False
     lane: str | None = None
     done: Done | None = None
+    final: RangFinal | None = None
     drained: bool = False
     gone: bool = False
     lost: bool = False
@@ -69,10 +71,18 @@ class Writer:
         return self.done is not None and self.arrived == self.done.segments
 
     @property
+    def stop(self) -> int | None:
+        """The row at which it ends the room; None: it has not said that."""
+        last = self.done or self.final
+        return None if last is None else last.stop
+
+    @property
     def problem(self) -> str | None:
         """What it did that contradicts its ``Done``; None: nothing does."""
         if self.done is None:
             return None
+        if self.final is not None and self.final.stop != self.done.stop:
+            return f"is done at row {self.done.stop}, and its final record said {self.final.stop}"
         if len(self.aux) != self.aux_total:
             return f"is done after {len(self.aux)} of {self.aux_total} aux bytes"
         if self.arrived > self.done.segments:
@@ -81,7 +91,9 @@ class Writer:
 
     @property
     def results(self) -> bytes | None:
-        """All of its aux data, once it is done; None: it sends none."""
+        """All of its aux data, once it is done or has rung its final record; None: it sends none."""
+        if self.final is not None:
+            return self.final.aux
         if self.aux_total:
             return bytes(self.aux)
         return None if self.done is None else self.done.aux
@@ -92,9 +104,9 @@ class Writer:
         return self.drained or self.gone
 
 
-def misplaced(writers: Iterable[Writer], awaited: Awaited) -> str | None:
-    """What a writer did wrong whose ``Done`` has come, about the row at which the room ends; None: nothing."""
-    stops = sorted({w.done.stop for w in writers if w.done is not None})
+def misplaced(ends: Iterable[int | None], awaited: Awaited) -> str | None:
+    """What a writer did wrong that ends the room at a row, of those that writers have named; None: nothing."""
+    stops = sorted({stop for stop in ends if stop is not None})
     if len(stops) > 1:
         return f"and others end at different rows: {stops}"
     if awaited.stop is not None and stops[0] < awaited.stop:
@@ -104,6 +116,11 @@ def misplaced(writers: Iterable[Writer], awaited: Awaited) -> str | None:
     if awaited.stop is None and stops[0] < awaited.least:
         return f"ends at row {stops[0]}; decode needs {awaited.least} or more"
     return None
+
+
+def chosen(results: Iterable[bytes | None]) -> bytes | None:
+    """The aux data that count, of those of all writers by rank: the first; None: no writer gives any."""
+    return next((aux for aux in results if aux is not None), None)
 
 
 def unopened(writers: Iterable[Writer]) -> list[int]:

@@ -227,7 +227,7 @@ class Bells(Protocol):
     A bell shows the peer that bytes of ours are in its memory. See :mod:`disagg_kv.transports.bells`.
     """
 
-    def ring(self, slot: int, value: int, record: tuple[int, int, int, int]) -> None:
+    def ring(self, slot: int, value: int, record: tuple[int, int, int, int, int]) -> None:
         """Store a record, then the value. All that this process stored before is visible with the value.
 
         Raises:
@@ -235,7 +235,20 @@ class Bells(Protocol):
         """
         ...
 
-    def arm(self, slot: int, value: int, record: tuple[int, int, int, int], device: str) -> Bell | None:
+    def ring_final(self, slot: int, value: int, final: tuple[int, bytes | None]) -> None:
+        """Store a final record and its aux data, then the value, as :meth:`ring` does.
+
+        Args:
+            slot: its first slot.
+            value: what rings.
+            final: one past the room's last row, and the aux data; None: there are none.
+
+        Raises:
+            TransportError: the board has no such slots, or the aux data are longer than ``AUX_BYTES``.
+        """
+        ...
+
+    def arm(self, slot: int, value: int, record: tuple[int, int, int, int, int], device: str) -> Bell | None:
         """Store a record, so that the word alone is the bell, and return that for kernels of ``device``.
 
         Whatever becomes of it, :meth:`ring` may ring the same value later. The board stays mapped while the returned

@@ -291,5 +291,5 @@ def test_a_slot_outside_the_board_costs_nothing_but_the_bell() -> None:
     assert copy.bells == []
     copy.run()
     found.request.finish().landed()
-    assert found.request.prefills[0].observer.counters["bells.refused"] == 1
+    assert found.request.prefills[0].observer.counters["bells.refused"] == 2
     found.rig.quiet()

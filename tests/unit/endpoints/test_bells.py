@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from disagg_kv.endpoints.decode.bells import BellBoard, BellWatch
-from disagg_kv.endpoints.runtime.mapping import BLOCK, BLOCK_BYTES
+from disagg_kv.endpoints.runtime.mapping import BLOCK, BLOCK_BYTES, BLOCK_SLOTS
 from disagg_kv.errors import AbortedError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer
@@ -174,9 +174,9 @@ def test_a_broken_endpoint_keeps_what_its_engine_has_heard() -> None:
         assert phase(request) is (Phase.DONE if heard_it else Phase.FAILED)
 
 
-@pytest.mark.parametrize("without", ["option", "aux", "open end", "verify", "several ranks", "no slot"])
+@pytest.mark.parametrize("without", ["option", "verify", "several ranks", "no slot"])
 def test_where_there_are_no_bells_frames_alone_tell(without: str) -> None:
-    """Rooms whose end needs more than rows, and ranks whose outcome others decide, too."""
+    """Rows that are compared, and ranks whose outcome others decide, too."""
     rig = Rig(SPEC, options=Options(bells=0 if without == "option" else 1))
     prefills = rig.prefill(tp_shards(SPEC, 2 if without == "no slot" else 1), strategy="mapped")
     decodes = rig.decode(
@@ -185,13 +185,12 @@ def test_where_there_are_no_bells_frames_alone_tell(without: str) -> None:
         verify="full" if without == "verify" else "off",
     )
     request = rig.request("r", prefills, decodes, 9)
-    aux = 0 if without == "aux" else None
-    request.open_decode().expect(None if without == "open end" else 9, aux=aux).open_prefill()
+    request.open_decode().expect(9).open_prefill()
     rig.wait(0.5)
     request.send(9)
     rig.wait(0.5)
     assert {handle.phase for handle in request.receives} == {Phase.MOVING}
-    request.finish(aux=aux)
+    request.finish()
     request.landed()
     assert not any(handle.report.bells for handle in request.receives)
     rig.quiet()
@@ -209,17 +208,17 @@ def test_a_forged_word_does_no_more_than_a_forged_frame(what: str) -> None:
     bells = next(iter(peer.routes.values())).bells
     assert isinstance(bells, HostBells)
     forged: dict[str, tuple[int, Record]] = {
-        "wrong value": (value + BLOCK, (0, 9, 0, 2)),
-        "wrong rows": (value, (0, 1 << 63, 0, 2)),
-        "other layers": (value, (0, 9, 7, 1 << 40)),
-        "same rows twice": (value, (0, 5, 0, 2)),
+        "wrong value": (value + BLOCK, (0, 9, 0, 2, 0)),
+        "wrong rows": (value, (0, 1 << 63, 0, 2, 0)),
+        "other layers": (value, (0, 9, 7, 1 << 40, 0)),
+        "same rows twice": (value, (0, 5, 0, 2, 0)),
     }
     if what == "no record":
         words_of(bells.buffer)[slot * SLOT_WORDS] = value
     else:
         bells.ring(slot, *forged[what])
     if what == "same rows twice":
-        bells.ring(slot + 1, value + 1, (4, 9, 0, 2))
+        bells.ring(slot + 1, value + 1, (4, 9, 0, 2, 0))
     assert phase(request) is Phase.MOVING
     rig.wait(0.5)
     assert phase(request) is Phase.MOVING
@@ -253,6 +252,9 @@ class Broken:
     def ring(self, *_: object) -> None:
         raise KeyError("ring")
 
+    def ring_final(self, *_: object) -> None:
+        raise KeyError("final")
+
 
 def test_a_board_that_raises_costs_nothing_but_the_bell() -> None:
     """The rooms go on, and their pages are released."""
@@ -262,7 +264,7 @@ def test_a_board_that_raises_costs_nothing_but_the_bell() -> None:
     room.routes[peer] = attrs.evolve(room.routes[peer], bells=Broken())
     request.send(9).finish().landed()
     assert not request.receives[0].report.bells
-    assert request.prefills[0].observer.counters["bells.refused"] == 1
+    assert request.prefills[0].observer.counters["bells.refused"] == 2
     rig.quiet()
 
 
@@ -275,7 +277,7 @@ def test_a_slot_outside_the_board_costs_nothing_but_the_bell() -> None:
     flow.plan = attrs.evolve(flow.plan, bells=(1 << 40, BLOCK, 1))
     request.send(9).finish().landed()
     assert not request.receives[0].report.bells
-    assert request.prefills[0].observer.counters["bells.refused"] == 1
+    assert request.prefills[0].observer.counters["bells.refused"] == 2
     rig.quiet()
 
 
@@ -298,7 +300,7 @@ def test_rooms_one_after_the_other_use_the_same_slots_with_new_values() -> None:
         request = rig.request(name, first.prefills, first.decodes, 9)
         request.open_decode().expect(9).open_prefill()
         rig.wait(0.3)
-    assert values == [(0, BLOCK, 1), (0, BLOCK, 1 + BLOCK), (0, BLOCK, 1 + 2 * BLOCK)]
+    assert values == [(0, BLOCK, 1), (0, BLOCK, 2 + BLOCK), (0, BLOCK, 3 + 2 * BLOCK)]
 
 
 def test_peers_say_why_there_are_no_bells() -> None:
@@ -324,7 +326,7 @@ def test_blocks_stay_with_their_process_until_it_has_ended() -> None:
     board.check_integrity(two)
     board.gone(A)
     (again,) = board.issue([B])
-    assert (again[0], again[2]) == (one[0][0], 1 + 2 * BLOCK), "a value was used twice"
+    assert (again[0], again[2]) == (one[0][0], 3 + 2 * BLOCK), "a value was used twice"
     assert board.issue([B]) == ()
     board.take_back(two)
     assert board.issue([B]) != (), "the process that had it is gone"
@@ -339,7 +341,7 @@ def test_blocks_of_a_process_whose_link_was_dropped_are_for_others() -> None:
     issued = board.issue([B])
     assert len(issued) == 1, "the slots are lost"
     again = issued[0]
-    assert (again[0], again[2]) == (one[0][0], 1 + 2 * BLOCK)
+    assert (again[0], again[2]) == (one[0][0], 3 + 2 * BLOCK)
     assert board.issue([B]) == ()
     board.take_back(two)
     assert board.issue([A]) != ()
@@ -352,15 +354,15 @@ def interrupted(request: Request, handler: Callable[[], None]) -> BellWatch:
     (room,) = request.decodes[0].endpoint.inspect().rooms.values()
     watch = room.watch
     assert watch is not None
-    find, left = watch._inbound.find, [handler]
+    admit, left = watch._admit, [handler]
 
-    def finds(*args: Any) -> Any:
-        found = find(*args)
+    def admits(record: Record) -> Any:
+        found = admit(record)
         while left:
             left.pop()()
         return found
 
-    watch._inbound.find = finds  # type: ignore[method-assign, assignment]
+    watch._admit = admits  # type: ignore[method-assign]
     return watch
 
 
@@ -404,15 +406,15 @@ def test_a_record_does_not_change_under_its_reader() -> None:
     """A late use of a slot by an earlier room changes nothing of what a later one has stored there."""
     board = new_buffer(BLOCK_BYTES, "cpu")
     bells, words = HostBells(board), words_of(board)
-    bells.ring(3, 7, (0, 4, 0, 2))
-    assert heard(words, 3, 7) == (0, 4, 0, 2)
-    bells.ring(3, 6, (0, 1, 0, 1))
-    bells.ring(3, 7, (0, 1, 0, 1))
-    assert heard(words, 3, 7) == (0, 4, 0, 2)
+    bells.ring(3, 7, (0, 4, 0, 2, 0))
+    assert heard(words, 3, 7) == (0, 4, 0, 2, 0)
+    bells.ring(3, 6, (0, 1, 0, 1, 0))
+    bells.ring(3, 7, (0, 1, 0, 1, 0))
+    assert heard(words, 3, 7) == (0, 4, 0, 2, 0)
     assert heard(words, 3, 6) is None
-    for slot in (-1, BLOCK):
-        with pytest.raises(TransportError, match=f"slot {slot} of a board of {BLOCK} bells"):
-            bells.ring(slot, 8, (0, 1, 0, 1))
+    for slot in (-1, BLOCK_SLOTS):
+        with pytest.raises(TransportError, match=f"slot {slot} of a board of {BLOCK_SLOTS} bells"):
+            bells.ring(slot, 8, (0, 1, 0, 1, 0))
 
 
 def test_one_thread_of_two_takes_a_claim() -> None:
@@ -443,8 +445,8 @@ def test_bells_of_several_transports_ring_over_the_lane_of_the_board() -> None:
         assert isinstance(owner, SupportsBells)
         board, place = owner.bell_board(BLOCK_BYTES)
         if owner is there:
-            here.open_bells(peer, place).ring(0, 1, (0, 1, 0, 1))
-            assert heard(words_of(board), 0, 1) == (0, 1, 0, 1)
+            here.open_bells(peer, place).ring(0, 1, (0, 1, 0, 1, 0))
+            assert heard(words_of(board), 0, 1) == (0, 1, 0, 1, 0)
         else:
             with pytest.raises(TransportError, match="ring over lane"):
                 here.open_bells(peer, place)
@@ -459,8 +461,8 @@ def test_a_board_of_a_closed_peer_is_refused() -> None:
     peer = here.connect(there.local_descriptor(), 1.0)
     board, place = there.bell_board(BLOCK_BYTES)
     bells = here.open_bells(peer, place)
-    bells.ring(0, 1, (0, 1, 0, 1))
-    assert heard(words_of(board), 0, 1) == (0, 1, 0, 1)
+    bells.ring(0, 1, (0, 1, 0, 1, 0))
+    assert heard(words_of(board), 0, 1) == (0, 1, 0, 1, 0)
     with pytest.raises(TransportError, match="no peer"):
         there.open_bells(peer, place)
     there.close(0.0)

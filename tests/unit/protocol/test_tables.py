@@ -29,6 +29,7 @@ from disagg_kv.protocol import (
     Pulled,
     Quiet,
     Rang,
+    RangFinal,
     Readiness,
     ReceiveRoom,
     Receiving,
@@ -68,7 +69,10 @@ TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, AuxTaken, Complete, Abort
 HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
-    Receiving.OPENED: ({Leased, Scattered, Pulled, Rang}, "nothing was asked of the ring, the kernels or the writers"),
+    Receiving.OPENED: (
+        {Leased, Scattered, Pulled, Rang, RangFinal},
+        "nothing was asked of the ring, the kernels or the writers",
+    ),
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
     Receiving.PLACED: ({Awaited, Introduced, Leased, Scattered, Pulled}, "no segment is left that waits for anything"),
     Receiving.DRAINING: (set(), ""),
@@ -88,7 +92,7 @@ SIDES = [
     pytest.param(
         RECEIVING,
         Receiving,
-        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Rang, Scattered, Pulled, Decided},
+        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Rang, RangFinal, Scattered, Pulled, Decided},
         id="decode",
     ),
     pytest.param(

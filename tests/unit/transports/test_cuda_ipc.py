@@ -425,10 +425,10 @@ def test_a_board_is_the_streams_while_a_bell_of_it_lives(pair: Pair, cuda: FakeC
     transport = pair.source.transport
     assert isinstance(transport, CudaIpcTransport)
     bells = transport.open_bells(pair.peer, pair.target.board(4096))
-    bell = bells.arm(1, 5, (0, 1, 0, 1), "cuda:0")
+    bell = bells.arm(1, 5, (0, 1, 0, 1, 0), "cuda:0")
     assert bell is not None
     assert list(cuda.shared.values()) == [4096]
-    assert bells.arm(1, 5, (0, 1, 0, 1), "cuda:1") is None
+    assert bells.arm(1, 5, (0, 1, 0, 1, 0), "cuda:1") is None
     transport.disconnect(pair.peer)
     pair.source.close(0.0)
     kept = [bell]
@@ -451,7 +451,7 @@ def test_a_board_is_taken_from_streams_by_the_thread_that_drops_its_last_bell(pa
     transport = pair.source.transport
     assert isinstance(transport, CudaIpcTransport)
     bells = transport.open_bells(pair.peer, pair.target.board(4096))
-    kept = [bells.arm(slot, 5, (0, 1, 0, 1), "cuda:0") for slot in (1, 2)]
+    kept = [bells.arm(slot, 5, (0, 1, 0, 1, 0), "cuda:0") for slot in (1, 2)]
     del bells
     pair.source.close(0.0)
     assert kept.pop() is not None
@@ -472,9 +472,9 @@ def test_where_the_driver_refuses_the_board_a_thread_rings(
     with caplog.at_level(logging.WARNING, "disagg_kv"):
         bells = transport.open_bells(pair.peer, board)
     assert "its bells are rung by a thread: cuda: share: CUDA_ERROR_FAKE" in caplog.text
-    assert bells.arm(1, 5, (0, 1, 0, 1), "cuda:0") is None
-    bells.ring(1, 5, (0, 1, 0, 1))
-    assert heard(pair.target.words(), 1, 5) == (0, 1, 0, 1)
+    assert bells.arm(1, 5, (0, 1, 0, 1, 0), "cuda:0") is None
+    bells.ring(1, 5, (0, 1, 0, 1, 0))
+    assert heard(pair.target.words(), 1, 5) == (0, 1, 0, 1, 0)
     cuda.broken = {"unshare"}
     del bells
     transport.open_bells(pair.peer, board)
@@ -486,9 +486,9 @@ def test_a_transport_without_memory_of_its_own_rings_by_a_thread(child: Child, m
     child.open()
     peer = made.connect(child.descriptor(), TIMEOUT_S)
     bells = made.open_bells(peer, child.board(4096))
-    assert bells.arm(0, 1, (0, 1, 0, 1), "cuda:0") is None
-    bells.ring(0, 1, (0, 1, 0, 1))
-    assert heard(child.words(), 0, 1) == (0, 1, 0, 1)
+    assert bells.arm(0, 1, (0, 1, 0, 1, 0), "cuda:0") is None
+    bells.ring(0, 1, (0, 1, 0, 1, 0))
+    assert heard(child.words(), 0, 1) == (0, 1, 0, 1, 0)
     with pytest.raises(TransportError, match="no peer"):
         made.open_bells(Peer(bytes(16)), child.board(4096))
     made.close(0.0)

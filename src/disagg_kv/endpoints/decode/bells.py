@@ -10,7 +10,8 @@ room is ``DONE`` for the engine, and the endpoint's thread gets a command to do 
 
     endpoint's thread                                engine's thread
     hold: take the claim; handle an event;
-    offer: a new claim                               all awaited rows have landed: take the claim; the room is DONE
+    offer: a new claim                               all that is awaited is there: store the aux data;
+                                                     take the claim; the room is DONE
 
     hold: the claim is taken, so the engine has
     seen the end: handle the same bells, and then
@@ -18,7 +19,17 @@ room is ``DONE`` for the engine, and the endpoint's thread gets a command to do 
 
 Only a claim is shared: it can be taken once. So an event that fails the room comes before the engine's conclusion or
 after it, and the engine never sees another outcome later. On the endpoint's thread a bell is the event
-:class:`~disagg_kv.protocol.Rang`, whose transition is that of ``ChunkReady``.
+:class:`~disagg_kv.protocol.Rang`, whose transition is that of ``ChunkReady``. A final record is the event
+:class:`~disagg_kv.protocol.RangFinal`, whose transition is that of ``Done``.
+
+Where decode does not know the end of the room, or awaits aux data, the final records of all writers are needed. The aux
+data are stored before the claim is taken, so the engine never sees the room done without them. A store that fails
+leaves the room to the frames, and no claim has to be given back. The row is the room's until the engine has seen its
+release, and the engine's thread is still in this look. So a store into a room that has just failed harms nothing. The
+endpoint's thread may store the same data at that moment, by its frames.
+
+A look is short: what is needed is computed with the watch, on the endpoint's thread. A segment that is all of what is
+needed of its layers is found there as it is. Only where others ring, cells are counted (:class:`Coverage`).
 
 Blocks of slots stay with the process that they were named to. Another one gets them once that process has ended, or
 once its link was dropped: then all its rooms are forgotten, each on evidence that nothing of it is written any more. A
@@ -29,19 +40,22 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from attrs import define
+from attrs import define, field
 
 from ...errors import DisaggKVError
+from ...geometry import Coverage
 from ...ids import Epoch, Rank
 from ...memory import Buffer
 from ...planning import Intake, RowRange, Segment
-from ...protocol import Rang
+from ...protocol import Awaited, Rang, RangFinal
 from ...protocol.frames import WireBells
-from ...protocol.inbound import InboundSegments
-from ...transports.bells import heard, words_of
-from ..runtime.mapping import BLOCK, BLOCK_BYTES
+from ...protocol.inbound import check_place
+from ...protocol.machine import corners
+from ...protocol.writers import chosen, misplaced
+from ...transports.bells import Final, Record, heard, heard_final, words_of
+from ..runtime.mapping import BLOCK, BLOCK_BYTES, BLOCK_SLOTS
 
 
 class BellBoard:
@@ -70,13 +84,14 @@ class BellBoard:
                 return ()
             blocks.append(spare.pop())
             self._used[blocks[-1]] = epoch
-        bells = tuple((block * BLOCK, BLOCK, self._value + i * BLOCK) for i, block in enumerate(blocks))
-        self._value += len(blocks) * BLOCK
+        values = BLOCK + 1  # one for the final record
+        bells = tuple((block * BLOCK_SLOTS, BLOCK, self._value + i * values) for i, block in enumerate(blocks))
+        self._value += len(blocks) * values
         return bells
 
     def take_back(self, bells: Sequence[WireBells]) -> None:
         """A room has ended."""
-        self.take_back_blocks([slot // BLOCK for slot, _, _ in bells])
+        self.take_back_blocks([slot // BLOCK_SLOTS for slot, _, _ in bells])
 
     def take_back_blocks(self, blocks: Sequence[int]) -> None:
         """Blocks are not used by a room any more; their writers may still store late words."""
@@ -102,7 +117,7 @@ class BellBoard:
     def check_integrity(self, issued: Sequence[WireBells]) -> None:
         """Raise AssertionError unless exactly the blocks of these bells are used, and each block is somewhere once."""
         spare = [block for blocks in self._of.values() for block in blocks]
-        assert sorted(self._used) == sorted(slot // BLOCK for slot, _, _ in issued)
+        assert sorted(self._used) == sorted(slot // BLOCK_SLOTS for slot, _, _ in issued)
         assert sorted([*self._free, *spare, *self._used]) == list(range(self._memory.nbytes // BLOCK_BYTES))
 
 
@@ -112,6 +127,11 @@ class _Claim:
     def __init__(self) -> None:
         self._taken = threading.Lock()
 
+    @property
+    def free(self) -> bool:
+        """Whether no thread has taken it."""
+        return not self._taken.locked()
+
     def take(self) -> bool:
         """True for one caller of all."""
         return self._taken.acquire(blocking=False)
@@ -119,24 +139,37 @@ class _Claim:
 
 @define
 class _Line:
-    """One writer's bells of a room: the next slot to be read, its value, and how many are left."""
+    """One writer's bells of a room: the next slot to be read, how many are left, and the value; the final record's."""
 
     rank: Rank
     epoch: Epoch
     slot: int
     left: int
     value: int
+    final_slot: int = field()
+    final_value: int = field()
+
+    @final_slot.default
+    def _after_slots(self) -> int:
+        return self.slot + self.left
+
+    @final_value.default
+    def _after_values(self) -> int:
+        return self.value + self.left
 
 
 class BellWatch:
     """The bells of one room, as the engine's thread sees them.
 
+    What does not depend on the words is computed here, so that the engine's looks are short.
+
     Args:
         board: its words.
         bells: by rank of the writers.
         writers: their lives, by rank.
-        intake: what comes from each of them.
-        rows: that are awaited.
+        awaited: by the engine.
+        intake: what comes from each writer.
+        store: puts aux data where the engine wants them; None: it wants none.
     """
 
     def __init__(
@@ -144,19 +177,26 @@ class BellWatch:
         board: BellBoard,
         bells: Sequence[WireBells],
         writers: Sequence[Epoch],
+        awaited: Awaited,
         intake: Intake,
-        rows: RowRange,
+        store: Callable[[bytes], None] | None,
     ) -> None:
-        assert rows.stop is not None
         self._words = board.words
+        self._awaited = awaited
         self._intake = intake
-        self._rows = rows
-        self._span = range(intake.floor(rows.start), rows.stop)
+        self._store = store
         self._lines = [_Line(Rank(i), epoch, *bell) for i, (epoch, bell) in enumerate(zip(writers, bells, strict=True))]
-        self._inbound = InboundSegments()
+        self._unended = list(self._lines) if awaited.needs_ends else []
+        self._ends: dict[Rank, Final] = {}
+        self._aux: bytes | None = None
+        self._waits: dict[Record, dict[Rank, Rang]] = {}
+        self._whole: dict[Record, dict[Rank, Rang]] = {}
+        self._claimed: dict[bool, Coverage] | None = None
+        self._open = 0
         self._claim: _Claim | None = None
         self._void = self._all = self._looking = False
-        self.heard: list[Rang] = []
+        self.heard: list[Rang | RangFinal] = []
+        self._need(awaited.stop)
 
     # Endpoint's thread.
 
@@ -172,13 +212,13 @@ class BellWatch:
     # Engine's thread.
 
     def complete(self) -> bool:
-        """Look at the words: True once, when all awaited rows have landed and no event of the room comes first."""
+        """Look at the words: True once, when all that is awaited is there, and no event of the room comes first."""
         claim = self._claim
         if claim is None or self._void or self._looking:  # a signal handler has interrupted a look, and takes none
             return False
         self._looking = True
         try:
-            return self._listen() and claim.take()
+            return self._listen() and self._stored(claim) and claim.take()
         except BaseException:
             self._void = True  # what a handler's exception has cut off is left to the frames
             raise
@@ -188,28 +228,106 @@ class BellWatch:
     @property
     def placed(self) -> tuple[int, int]:
         """How many segments have landed, and how many bytes they have."""
-        return self._inbound.segments_placed, self._inbound.bytes_placed
+        return len(self._waits), self._nbytes
 
     def _listen(self) -> bool:
-        """Take in what rang since the last look; True: all awaited rows have landed."""
-        new = False
+        """Take in what rang since the last look; True: all that is awaited is there."""
+        words, new = self._words, False
         for line in self._lines:
-            while line.left and (record := heard(self._words, line.slot, line.value)) is not None:
+            while line.left and (record := heard(words, line.slot, line.value)) is not None:
                 new = True
-                self._hear(line, Segment(*record))
+                self._hear(line, record)
                 line.slot, line.value, line.left = line.slot + 1, line.value + 1, line.left - 1
+        for line in [*self._unended]:
+            if (final := heard_final(words, line.final_slot, line.final_value)) is not None:
+                new = True
+                self._hear_final(line, final)
         if new:
-            self._all = not self._inbound.missing(self._intake, self._rows)
+            self._all = not (self._void or self._open or self._unended) and self._covered()
         return self._all
 
-    def _hear(self, line: _Line, segment: Segment) -> None:
-        try:
-            part = self._inbound.find(segment, line.rank, line.epoch, self._intake, self._span)
-        except DisaggKVError:
+    def _hear(self, line: _Line, record: Record) -> None:
+        waits = self._waits.get(record)
+        if waits is None:
+            waits = self._admit(record)
+        rang = waits.pop(line.rank, None)
+        if rang is None:
             self._void = True  # the frame says the same, and the room fails by it with the reason
             return
-        self.heard.append(Rang(line.epoch, segment))
-        part.arrived.add(line.rank)
-        if part.arrived.issuperset(part.writers):
-            self._inbound.place(segment)
-            self._inbound.drop(segment)
+        self._open -= 1
+        self.heard.append(rang)
+
+    def _admit(self, record: Record) -> dict[Rank, Rang]:
+        """By writer the bells of a segment of which none has rung before; empty: it cannot be."""
+        waits = self._whole.pop(record, None)
+        if waits is None:
+            waits = self._piece(Segment(*record[:4], state=record[4] != 0))
+        self._waits[record] = waits
+        self._open += len(waits)
+        return waits
+
+    def _piece(self, segment: Segment) -> dict[Rank, Rang]:
+        """A segment that is not all of what is awaited of its layers: from now on it matters which cells have come."""
+        if self._claimed is None:
+            self._whole.clear()
+            self._claimed = {False: Coverage(), True: Coverage()}
+            for *known, state in self._waits:
+                self._claimed[bool(state)].add(*known)
+        try:
+            check_place(segment, self._intake, self._span)
+            if self._claimed[segment.state].overlaps(*corners(segment)):
+                return {}
+            self._claimed[segment.state].add(*corners(segment))
+            return self._bells_of(segment)
+        except DisaggKVError:
+            return {}
+
+    def _bells_of(self, segment: Segment) -> dict[Rank, Rang]:
+        return {rank: Rang(self._lines[rank].epoch, segment) for rank in self._intake.writers(segment)}
+
+    def _hear_final(self, line: _Line, final: Final) -> None:
+        self._unended.remove(line)
+        self._ends[line.rank] = final
+        self.heard.append(RangFinal(line.epoch, *final))
+        if self._unended:
+            return
+        ends, most = [self._ends[rank] for rank in sorted(self._ends)], self._awaited.aux_bytes
+        aux = chosen(aux for _, aux in ends) if most else None
+        if misplaced((stop for stop, _ in ends), self._awaited) or (most and (aux is None or len(aux) > most)):
+            self._void = True
+            return
+        self._aux = aux
+        if self._awaited.stop is None:
+            self._need(final[0])
+
+    def _need(self, stop: int | None) -> None:
+        """The room ends at this row; None: that is not known yet, nor is what is needed."""
+        a, intake = self._awaited, self._intake
+        self._span = range(intake.floor(a.start), a.most if stop is None else stop)
+        self._boxes = () if stop is None else intake.needed(RowRange(a.start, stop))
+        self._nbytes = sum(nbytes for box in self._boxes for _, nbytes in intake.lease(box)[0].values())
+        if not self._waits:
+            self._whole = {box: self._bells_of(box) for box in self._boxes}
+
+    def _covered(self) -> bool:
+        claimed = self._claimed
+        if claimed is None:
+            return not self._whole
+        return all(claimed[box.state].covers(*corners(box)) for box in self._boxes)
+
+    def _stored(self, claim: _Claim) -> bool:
+        """Whether the aux data are where the engine wants them; they get there before it learns that the room is done.
+
+        That a store has failed is left to the frames: the endpoint's thread stores again, and reports the error.
+        """
+        if self._aux is None or self._store is None:
+            return True
+        if not claim.free:
+            return False
+        try:
+            self._store(self._aux)
+        except Exception:
+            self._void = True
+            return False
+        self._aux = None
+        return True

@@ -5,7 +5,19 @@ from __future__ import annotations
 from ...ids import Epoch, Generation, RoomId
 from ...protocol import RoomFrame, RoomKey, RoomOutcome, Send
 from ...protocol.flow import room_head
-from ...protocol.frames import Abort, AbortAck, ChunkReady, Complete, Done, Drained, DrainedAck, Landed, StagingRequest
+from ...protocol.frames import (
+    Abort,
+    AbortAck,
+    AuxPart,
+    AuxTaken,
+    ChunkReady,
+    Complete,
+    Done,
+    Drained,
+    DrainedAck,
+    Landed,
+    StagingRequest,
+)
 from ..runtime.event_loop import EventLoop
 from .cancelled import CancelledBeforeOpen
 from .receipts import Receipts
@@ -27,5 +39,7 @@ def answer_ended(loop: EventLoop, cancelled: CancelledBeforeOpen, receipts: Rece
         loop.send(Send(epoch, Abort(**head, reason="the room has failed")))
     elif isinstance(frame, StagingRequest | ChunkReady):
         receipts.send(Send(epoch, Landed(**head, segments=(frame.segment,))))
+    elif isinstance(frame, AuxPart):
+        loop.send(Send(epoch, AuxTaken(**head, upto=frame.total)))
     elif isinstance(frame, Done):
         loop.send(Send(epoch, Complete(**head)))

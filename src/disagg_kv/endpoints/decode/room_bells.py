@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from ...ids import Epoch
-from ...memory import Buffer
-from ...planning import RowRange
+from ...memory import Buffer, MemoryPool
 from ...protocol import Phase
 from ...protocol.frames import WireBells
 from .bells import BellBoard, BellWatch
@@ -22,11 +22,13 @@ class RoomBells:
     Args:
         memory: of the board; None: there are no bells.
         host: of this process.
+        pool: keeps the aux rows.
     """
 
-    def __init__(self, memory: Buffer | None, host: str) -> None:
+    def __init__(self, memory: Buffer | None, host: str, pool: MemoryPool) -> None:
         self._board = None if memory is None else BellBoard(memory)
         self._host = host
+        self._pool = pool
         self.watched: dict[ReceptionHandle, None] = {}
 
     def issue(self, room: DecodeRoom) -> tuple[WireBells, ...]:
@@ -39,14 +41,14 @@ class RoomBells:
     def follow(self, room: DecodeRoom) -> None:
         """An event of a room was handled: from now on the engine may look at its bells, or may not any more."""
         machine, wanted = room.machine, room.wanted
-        intake = machine.listens
-        if intake is None or wanted is None or self._board is None:
+        listens = machine.listens
+        if listens is None or wanted is None or self._board is None:
             if room.watch is not None:
                 self._drop(room)
             return
         if room.watch is None:
-            rows = RowRange(wanted.start, wanted.stop)
-            room.watch = BellWatch(self._board, room.bells, machine.writers, intake, rows)
+            store = None if wanted.aux is None else partial(self._pool.write_aux, wanted.aux)
+            room.watch = BellWatch(self._board, room.bells, machine.writers, *listens, store)
             room.handle.watch(room.watch)
             self.watched[room.handle] = None
         room.watch.offer()

@@ -112,7 +112,7 @@ class DecodeSide:
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
         self._silences = Silences(loop.peers, loop.options.silence_s)
-        self.bells = RoomBells(board, loop.me.life.process.host)
+        self.bells = RoomBells(board, loop.me.life.process.host, pool)
         self._lively_at = 0.0
         self._suspended: dict[Epoch, None] = {}
         self.quarantined = 0
@@ -313,9 +313,13 @@ class DecodeSide:
             self._handle(room, Tick())
 
     def _hear(self, room: DecodeRoom, watch: BellWatch) -> None:
-        """Follow the engine, for which the room is done: its bells end the room here before any other event does."""
+        """Follow the engine, for which the room is done: its bells end the room here before any other event does.
+
+        The engine's thread has stored the aux data, and its engine may have taken them.
+        """
         for rang in watch.heard:
-            self._apply(room, room.machine.handle(rang, self._loop.now))
+            effects = room.machine.handle(rang, self._loop.now)
+            self._apply(room, [effect for effect in effects if not isinstance(effect, Store)])
         if room.machine.state is Receiving.PLACED:
             # The only rank of its instance: no other has a vote.
             self._apply(room, room.machine.handle(Decided(True, ""), self._loop.now))

@@ -7,8 +7,9 @@ from attrs import define, field
 from ...ids import Epoch
 from ...memory import Bell
 from ...planning import Groups, Segment
-from ...protocol import Ring, RoomKey, SendRoom, Transfer
+from ...protocol import Ring, RingFinal, RoomKey, SendRoom, Transfer
 from ...trace import Span
+from ...transports.bells import AUX_BYTES, Record
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import HostEvent
 from .armed import ArmedCopies
@@ -44,15 +45,19 @@ class PrefillRoom:
         if machine.released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 
-    def ring(self, effect: Ring) -> bool:
+    def ring(self, effect: Ring | RingFinal) -> bool:
         """Ring a bell, whose frame follows; False: it cannot be rung, and only the bell is lost.
 
         Decode may have described its board wrongly, and a board may be foreign code: whatever it raises is the same.
+        There is no bell for aux data that do not fit behind it.
         """
         bells = self.routes[effect.to].bells
         assert bells is not None
         try:
-            bells.ring(effect.slot, effect.value, _record(effect.segment))
+            if isinstance(effect, Ring):
+                bells.ring(effect.slot, effect.value, _record(effect.segment))
+            elif len(effect.aux or b"") <= AUX_BYTES:
+                bells.ring_final(effect.slot, effect.value, (effect.stop, effect.aux))
         except Exception:
             return False
         return True
@@ -77,5 +82,5 @@ class PrefillRoom:
         loop.observer.span(Span("groups", self.key.room, now, now, labels=labels))
 
 
-def _record(segment: Segment) -> tuple[int, int, int, int]:
-    return segment.start, segment.stop, segment.first, segment.last
+def _record(segment: Segment) -> Record:
+    return segment.start, segment.stop, segment.first, segment.last, int(segment.state)

@@ -14,6 +14,7 @@ from ...protocol import (
     Granted,
     Phase,
     Ring,
+    RingFinal,
     RoomKey,
     RoomOutcome,
     Send,
@@ -213,7 +214,7 @@ class PrefillRooms:
             match effect:
                 case Send():
                     self._loop.send(effect)
-                case Ring():
+                case Ring() | RingFinal():
                     if not room.ring(effect):
                         self._loop.observer.count("bells.refused")
                 case CastVote():

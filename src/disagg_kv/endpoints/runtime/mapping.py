@@ -14,13 +14,16 @@ from ...memory import Buffer, MappedPool
 from ...protocol import Hello
 from ...strategies import AUTO, TransferPlanner, copies_pages, maps_pages
 from ...transports import Bells, SupportsBells, SupportsMapping, Transport
-from ...transports.bells import SLOT_WORDS, WORD
+from ...transports.bells import FINAL_SLOTS, SLOT_WORDS, WORD
 from .handshake import EndpointInfo, RemoteEndpoint
 
 BLOCK = 32
-"""Slots that one writer gets for one room: of more segments, frames alone tell."""
+"""Segments that one writer may announce for one room, each in a slot; of more segments, frames alone tell."""
 
-BLOCK_BYTES = BLOCK * SLOT_WORDS * WORD
+BLOCK_SLOTS = BLOCK + FINAL_SLOTS
+"""Slots that one writer gets for one room: those of segments, then those of its final record."""
+
+BLOCK_BYTES = BLOCK_SLOTS * SLOT_WORDS * WORD
 
 
 @frozen(eq=False)

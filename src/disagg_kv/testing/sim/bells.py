@@ -11,6 +11,9 @@ from ...transports.bells import SLOT_WORDS, HostBells, Record, words_of
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
+VALUES = 33
+"""Values of a room and a writer: by one room earlier, the same slot had a value that is lower by a multiple of them."""
+
 FAULTY = 0.5
 """Share of bells to which something happens, where that may be."""
 
@@ -25,17 +28,12 @@ class SimBells(HostBells):
         self._there = there
         self._board = words_of(board)
 
-    def ring(self, slot: int, value: int, record: Record) -> None:
-        """Ring now; as a fault later, not at all, twice, or below an old value for a while."""
-        if self.note(slot, value, record):
-            self.store(slot, value)
-
     def arm(self, slot: int, value: int, record: Record, device: str) -> Bell | None:
         """For the kernels of :mod:`.copies`, which ring through its owner."""
         return Bell(self.buffer.addr, value, SimWord(self, slot, value)) if self.note(slot, value, record) else None
 
     def store(self, slot: int, value: int) -> None:
-        """The word alone, as a stream stores it, with what may happen to it."""
+        """The word alone: now; as a fault later, not at all, twice, or below an old value for a while."""
         outside = self._world.outside
         if not outside.happens(FaultClass.BELL, FAULTY):
             self._store(slot, value)
@@ -43,7 +41,7 @@ class SimBells(HostBells):
         what = outside.helping.choice(("late", "lost", "twice", "old"))
         self._world.mark(f"bells:{what}")
         if what in ("twice", "old"):
-            self._store(slot, value if what == "twice" else max(0, value - outside.helping.choice((1, 32, value))))
+            self._store(slot, value if what == "twice" else max(0, value - outside.helping.choice((1, VALUES, value))))
         if what != "lost":
             self._world.later(outside.helping.choice((0.001, 0.02, 0.3)), partial(self._store, slot, value))
 

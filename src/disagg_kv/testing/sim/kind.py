@@ -50,5 +50,8 @@ class Kind(Enum):
     PULLED = "a kernel of decode copies rows from prefill's mapped pages into its own"
     ARMED = "the call of an engine that makes rows final launches their copy, which was armed before"
     BELLS = "bells show an engine that a request is done, before its endpoint knows"
+    BELLS_OPEN = "bells and final records show the same of a request whose end decode did not know"
+    BELLS_AUX = "bells and final records show the same of a request with aux data, which are in place before"
+    BELLS_STATES = "bells show the same of a request with recurrent states"
     OVERLAID = "layers with a window have pages of their own, in the same bytes as those of the others"
     WINDOW_OPEN = "all rows of a sliding window cross, as the end was not known"

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 
 from attrs import define, field, frozen
 
-from ...protocol.base import Finished, Gone, Leased, Rang
+from ...protocol.base import Finished, Gone, Leased, Rang, RangFinal
 from ...protocol.frames import AuxTaken
 from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from .fault import EVERY, FaultClass
@@ -102,6 +102,7 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
         (Sending.FINISHED, Gone),
         (Receiving.DRAINING, Leased),
         (Receiving.DRAINING, Rang),
+        (Receiving.DRAINING, RangFinal),
         (Sending.ABORTING, Finished),
         (Sending.DRAINING, Finished),
     }

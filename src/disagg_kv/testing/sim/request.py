@@ -69,11 +69,10 @@ class Request:
 
 
 def belled(seed: int, requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Most requests of a world know their rows and carry no aux data, so that bells alone can end them.
+    """The requests of a world in which bells can end them.
 
     In some worlds they are alike, so that what is left of an earlier one on the board could be taken for a later one.
     """
     rng, first = random.Random(f"belled {seed}"), requests[0]
     alike = rng.random() < 0.5 and first.prompt is None
-    made = [evolve(one, rows=first.rows, edges=first.edges) for one in requests] if alike else requests
-    return tuple(evolve(one, aux=False, open_end=False) if rng.random() < 0.8 else one for one in made)
+    return tuple(evolve(one, rows=first.rows, edges=first.edges) for one in requests) if alike else tuple(requests)

@@ -352,7 +352,7 @@ class Room(SimRoom):
             self._grouped(entry)
             self._count_kinds(entry)
             if handle.report.bells:
-                world.saw(Kind.BELLS)
+                self._count_bells(entry)
             if isinstance(handle, DeliveryHandle) and "as measured" in handle.report.reason:
                 world.mark("measured:a path is chosen")
             if self.plan.burst and phase is Phase.DONE:
@@ -380,6 +380,18 @@ class Room(SimRoom):
             entry.handle = None
             self._check.freed(entry)
             self._reused.freed(entry)
+
+    def _count_bells(self, entry: Entry) -> None:
+        """What bells have ended."""
+        kinds = {
+            Kind.BELLS: True,
+            Kind.BELLS_OPEN: self.plan.open_end,
+            Kind.BELLS_AUX: entry.aux is not None,
+            Kind.BELLS_STATES: bool(entry.slots),
+        }
+        for kind, seen in kinds.items():
+            if seen:
+                self.world.saw(kind)
 
     def _grouped(self, entry: Entry) -> None:
         """What was special about the groups of layers in which a prefill rank sent the room."""
