@@ -7,13 +7,14 @@ from functools import partial
 
 from disagg_kv.protocol.frames import WireTable
 from tests.unit.endpoints import test_armed_bells as armed
+from tests.unit.endpoints import test_ballots as ballots
 from tests.unit.endpoints import test_bells as bells
 from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_mapping_later as later
 from tests.unit.protocol import test_page_runs as runs
 
-from .bugs import BELLS, COPIES, EARLY, MOVER, TABLES
+from .bugs import BALLOTS, BELLS, COPIES, EARLY, MOVER, RECEIVE, TABLES
 from .planting import Mutant
 
 ARRIVALS = EARLY + "EarlyArrivals."
@@ -73,5 +74,15 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a link is disconnected while a thread maps a pool through it",
             "endpoints.runtime.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
      partial(later.test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it, returns=False)),
+    (Mutant("an engine may decide while votes against its room are counted",
+            "endpoints.decode.room_bells:RoomBells._offer", "not self._deciding and ", ""),
+     ballots.test_an_engine_decides_nothing_while_votes_are_counted),
+    (Mutant("an engine may decide although its rank has doubts", RECEIVE + "listens", " and not self._doubted", ""),
+     ballots.test_an_engine_decides_nothing_once_its_rank_has_doubts),
+    (Mutant("a word of one life is a vote in the next", BALLOTS + "Ballots._pair", "born + generation,", "generation,"),
+     ballots.test_the_words_of_another_life_are_no_vote),
+    (Mutant("a follower does not look for the decision of a rank 0 that it loses",
+            BELLS + "BellWatch.hold", "self.taken == 1 and ballot.heard()", "False"),
+     ballots.test_a_follower_that_loses_rank_0_looks_for_its_decision_first),
 )  # fmt: skip
 """Each with the test that finds it, which needs no fixture."""

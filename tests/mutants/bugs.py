@@ -18,6 +18,7 @@ PREFILL = "endpoints.prefill.room_table:PrefillRooms."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
 BELLS = "endpoints.decode.bells:"
+BALLOTS = "endpoints.decode.ballots:"
 EARLY = "endpoints.prefill.early:"
 TABLES = "protocol.page_runs:"
 SCATTER = "endpoints.decode.scatter:ScatterQueue."
@@ -126,6 +127,17 @@ BUGS: Sequence[Mutant] = (
            "endpoints.decode.ended:answer_ended", "isinstance(frame, AuxPart)", "False"),
     Mutant("bells revive a room that has failed",
            "endpoints.decode.room_bells:RoomBells.follow", "self._drop(room)", "room.watch.offer()"),
+    Mutant("bells end a room for the engine alone, where frames have placed its rows before",
+           RECEIVE + "_on_rang", "elif self.state is Receiving.MOVING:", "elif False:"),
+    Mutant("rank 0 decides by words before all votes have rung",
+           BELLS + "BellWatch._agree", "if not ballot.heard() or", "if (ballot.votes and not ballot.heard()) or"),
+    Mutant("the value of a vote or a decision is not compared",
+           BALLOTS + "Ballot.heard", "heard(self.words, word.slot, word.value) is not None",
+           "self.words[word.slot * SLOT_WORDS]"),
+    Mutant("a follower that has voted by a word fails alone",
+           DECODE + "_hear", "if watch.taken and room.machine.state", "if ended and room.machine.state"),
+    Mutant("rank 0 counts a vote against a room that its engine has decided",
+           "endpoints.decode.room_bells:RoomBells.deciding", "hold(room)", "pass"),
     Mutant("the page after a run is one too early",
            TABLES + "_unfolded", "np.concatenate(([0], ends[:-1] - 1))", "np.concatenate(([0], ends[:-1]))"),
     Mutant("a run of pages is one too long",

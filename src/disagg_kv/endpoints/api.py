@@ -119,7 +119,8 @@ class PeerInfo:
         lane: the transport over which this side reaches the peer; "": it does not, as with ranks of its own instance.
             The peer chooses for itself over which one it writes.
         lane_reason: why that one, where the endpoint has several.
-        no_bells: on prefill, why no segment is announced to the peer by a bell; empty: bells may ring.
+        no_bells: on prefill, why no segment is announced to the peer by a bell; on decode, why another rank of the
+            instance and this one cannot agree by words; empty: bells may ring.
     """
 
     instance: str

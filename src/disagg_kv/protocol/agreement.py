@@ -212,6 +212,37 @@ class Agreement:
             self._unclaimed.setdefault(key.room, now + self._options.silence_s)
         return self._end(key.room, pending, reason) if ok is False else []
 
+    def voters(self, key: RoomKey) -> tuple[tuple[Epoch, Generation], ...] | None:
+        """With which ranks words may agree on a room now; None: frames alone do.
+
+        Rank 0: every other rank, once all of them have opened the room, each with its generation of the room.
+        Followers: rank 0, with the follower's own generation.
+        """
+        if self._rank == 0:
+            room = self._rooms.get(key.room)
+            if room is None or room.decided is not None or len(room.uses) < self._world:
+                return None
+            found = tuple((use.epoch, use.generation) for rank, use in room.uses.items() if rank != self._rank)
+            ours = room.uses[self._rank] == _Use(self._epoch, key.generation)
+            return found if ours and all(epoch in self._ranks for epoch, _ in found) else None
+        pending = self._pending.get(key.room)
+        if self._leader is None or pending is None or pending.ended or pending.vote.generation != key.generation:
+            return None
+        return ((self._leader, key.generation),)
+
+    def succeed(self, key: RoomKey, now: float) -> list[Send | Outcome]:
+        """Words have shown that the ranks agree: every rank votes for success, and (followers) rank 0 has decided."""
+        if self._rank == 0:
+            room = self._rooms.get(key.room)
+            if self._world == 1 or room is None or room.decided is not None:
+                assert room is None or room.decided is None or room.decided.ok, "a decision has changed"
+                return []
+            return self._decide(key.room, room, Decided(True, ""), now)
+        pending = self._pending.get(key.room)
+        if pending is not None and pending.vote.generation == key.generation:
+            self._drop(key.room)
+        return []
+
     # Frames.
 
     def on_vote(self, vote: Vote, now: float) -> list[Send | Outcome]:

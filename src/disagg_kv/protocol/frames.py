@@ -174,7 +174,8 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     """The sender's identity; sent until the receiver's ``Hello`` names its epoch, and whenever an epoch does not match.
 
     ``started`` is when the sender's process began, as a ``pid`` may be used again. ``born`` is when this life of the
-    sender began, in nanoseconds since the boot of ``host``.
+    sender began, in nanoseconds since the boot of ``host``. ``words`` is where decode has memory for the words of other
+    ranks of its instance on ``host``.
     """
 
     version: U
@@ -195,6 +196,7 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     paths: Annotated[tuple[tuple[Name, U], ...], Few]
     conversions: Annotated[tuple[Name, ...], Few]
     bells: Bells = b""
+    words: Bells = b""
     slot_bytes: U
     ring_region: Region
     ring_bytes: U

@@ -121,6 +121,7 @@ class ReceiveRoom(DrainingRoom):
         self._bells: tuple[WireBells, ...] = ()
         self._barred: tuple[str, ...] = ()
         self._stop: int | None = None
+        self._doubted = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
         """See :meth:`Machine.handle`; a frame of an unknown writer, and any event after the end, is only counted."""
@@ -153,11 +154,14 @@ class ReceiveRoom(DrainingRoom):
 
     @property
     def listens(self) -> tuple[Awaited, Intake] | None:
-        """What is awaited, once bells alone can show that it is there; else None.
+        """What is awaited, while bells alone can show that it is there; else None.
 
-        Every writer has opened the room, and has named what carries its writes.
+        Every writer has opened the room, and has named what carries its writes. Also when all has landed, until the
+        ranks agree: bells may show first that all others succeed.
         """
-        if not self._bells or self.state is not Receiving.MOVING or self._claim_by < inf:
+        moving = self.state is Receiving.MOVING and self._claim_by == inf
+        placed = self.state is Receiving.PLACED and not self._doubted
+        if not self._bells or not (moving or placed):
             return None
         if any(w.lane is None for w in self._writers.values()):
             return None
@@ -369,11 +373,16 @@ class ReceiveRoom(DrainingRoom):
             self._land(w, segment, part, event)
 
     def _on_rang(self, event: Rang) -> None:
-        """As for ``ChunkReady`` of exposed pages. Nothing is answered, because that frame follows."""
+        """As for ``ChunkReady`` of exposed pages. Nothing is answered, because that frame follows.
+
+        Frames may have placed all rows before the last writer opened the room, from when on bells end it.
+        """
         w = self._writers[event.peer]
         part = self._part(w, segment_to_wire(event.segment))
         if part is not None and w.rank not in part.arrived:
             self._land(w, event.segment, part, None)
+        elif self.state is Receiving.MOVING:
+            self._check_placed()
 
     def _land(self, w: Writer, segment: Segment, part: InboundSegment, notice: ChunkReady | None) -> None:
         """A writer's part of a segment is there; ``notice`` None: its bell said so, or it was pulled."""
@@ -509,12 +518,17 @@ class ReceiveRoom(DrainingRoom):
                 self._acknowledge_drained(event)
             else:
                 self._on_acknowledge(event)
+        self._withdraw(reason)
+
+    def _withdraw(self, reason: str) -> None:
+        """Vote against a room that this rank has voted for: it fails unless rank 0 has decided."""
+        self._doubted = True
         self._out.append(CastVote(False, reason))
 
     def _on_tick_placed(self, event: Tick) -> None:
         if self.now >= self._deadline:
             self._deadline = self.now + self._options.total_s
-            self._out.append(CastVote(False, f"{self._name()}: no agreement within {self._options.total_s:g} s"))
+            self._withdraw(f"{self._name()}: no agreement within {self._options.total_s:g} s")
 
     def _on_decided(self, event: Decided) -> None:
         if not event.ok:

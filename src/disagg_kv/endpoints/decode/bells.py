@@ -6,7 +6,8 @@ Theory of operation
 Prefill's frames reach decode's engine by way of the endpoint's thread. Bells do not: ``Receiver.poll`` and
 ``Reception.phase`` read the words themselves, on the engine's thread. :class:`BellWatch` counts what rang by the
 rules of the room's machine, in accounts of its own. Once the segments that rang are exactly the awaited rows, the
-room is ``DONE`` for the engine, and the endpoint's thread gets a command to do its bookkeeping::
+room is ``DONE`` for the engine of the only rank of an instance; :mod:`.ballots` says how several ranks agree then. The
+endpoint's thread gets a command to do its bookkeeping::
 
     endpoint's thread                                engine's thread
     hold: take the claim; handle an event;
@@ -17,7 +18,7 @@ room is ``DONE`` for the engine, and the endpoint's thread gets a command to do 
     seen the end: handle the same bells, and then
     handle the event, which comes too late
 
-Only a claim is shared: it can be taken once. So an event that fails the room comes before the engine's conclusion or
+Only claims are shared: each can be taken once. So an event that fails the room comes before the engine's conclusion or
 after it, and the engine never sees another outcome later. On the endpoint's thread a bell is the event
 :class:`~disagg_kv.protocol.Rang`, whose transition is that of ``ChunkReady``. A final record is the event
 :class:`~disagg_kv.protocol.RangFinal`, whose transition is that of ``Done``.
@@ -56,6 +57,7 @@ from ...protocol.machine import corners
 from ...protocol.writers import chosen, misplaced
 from ...transports.bells import Final, Record, heard, heard_final, words_of
 from ..runtime.mapping import BLOCK, BLOCK_BYTES, BLOCK_SLOTS
+from .ballots import Ballot
 
 
 class BellBoard:
@@ -162,6 +164,7 @@ class BellWatch:
     """The bells of one room, as the engine's thread sees them.
 
     What does not depend on the words is computed here, so that the engine's looks are short.
+    ``voted``: the engine has voted by a word. ``taken``: how many of its conclusions the endpoint's thread knows.
 
     Args:
         board: its words.
@@ -193,37 +196,66 @@ class BellWatch:
         self._whole: dict[Record, dict[Rank, Rang]] = {}
         self._claimed: dict[bool, Coverage] | None = None
         self._open = 0
-        self._claim: _Claim | None = None
-        self._void = self._all = self._looking = False
+        self._claims: tuple[_Claim, ...] = ()
+        self._void = self._all = self._looking = self.voted = False
+        self.ballot: Ballot | None = None
+        self.taken = 0
         self.heard: list[Rang | RangFinal] = []
         self._need(awaited.stop)
 
     # Endpoint's thread.
 
     def hold(self) -> bool:
-        """Keep the engine from a conclusion until :meth:`offer`; False: it has come to one already."""
-        claim, self._claim = self._claim, None
-        return claim is None or claim.take()
+        """Keep the engine from its next conclusion until :meth:`offer`; False: it has seen the end of the room already.
 
-    def offer(self) -> None:
-        """The engine may come to a conclusion."""
-        self._claim = _Claim()
+        This thread may see a decision before the engine does.
+        """
+        claims, self._claims = self._claims, ()
+        for claim in claims[self.taken :]:
+            if claim.take():
+                break
+            self.taken += 1
+        ballot = self.ballot
+        if ballot is None:
+            return True
+        if ballot.votes and self.taken == 1 and ballot.heard():
+            self.taken = 2
+        return self.taken < ballot.claims
+
+    def offer(self, ballot: Ballot) -> None:
+        """The engine may come to a conclusion; of one room always with the same ballot."""
+        self.ballot = ballot
+        self._claims = tuple(_Claim() for _ in range(ballot.claims))
 
     # Engine's thread.
 
     def complete(self) -> bool:
-        """Look at the words: True once, when all that is awaited is there, and no event of the room comes first."""
-        claim = self._claim
-        if claim is None or self._void or self._looking:  # a signal handler has interrupted a look, and takes none
+        """Look at the words: True once, when the room has succeeded and no event of it comes first."""
+        claims, ballot = self._claims, self.ballot
+        if not claims or self._void or self._looking:  # a signal handler has interrupted a look, and takes none
             return False
+        assert ballot is not None
         self._looking = True
         try:
-            return self._listen() and self._stored(claim) and claim.take()
+            return self._listen() and self._stored(claims[0]) and self._agree(ballot, claims)
         except BaseException:
             self._void = True  # what a handler's exception has cut off is left to the frames
             raise
         finally:
             self._looking = False
+
+    def _agree(self, ballot: Ballot, claims: Sequence[_Claim]) -> bool:
+        """All awaited rows have landed here: go on with the ballot; True: the room has succeeded on all ranks."""
+        if ballot.votes and not self.voted:
+            if not claims[0].take():
+                return False
+            self.voted = True
+            ballot.ring()
+        if not ballot.heard() or not claims[-1].take():
+            return False
+        if not ballot.votes:
+            ballot.ring()
+        return True
 
     @property
     def placed(self) -> tuple[int, int]:

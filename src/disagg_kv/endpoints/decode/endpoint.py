@@ -30,6 +30,7 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.mapping import check_mapping, new_board
 from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
+from .ballots import new_words
 from .commands import PostedCommands
 from .handle import ReceptionHandle
 from .inspection import DecodeInspection
@@ -126,11 +127,13 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._staging = memory = new_staging(carrier, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
             ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
-            alone = len(parts.shards) == 1 and verify == "off"
-            board, place = new_board(carrier, parts.options.bells if alone else 0, usable)
+            board, place = new_board(carrier, parts.options.bells if verify == "off" else 0, usable)
+            me = parts.info("decode", regions, usable)
+            words, found = new_words(me, parts.options.bells if board is not None else 0)
             me = attrs.evolve(
-                parts.info("decode", regions, usable),
+                me,
                 bells=place,
+                words=found,
                 ring_region=ring_region,
                 ring_bytes=ring_bytes,
                 lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
@@ -138,7 +141,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             )
 
             def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
-                return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board)
+                return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board, words)
 
             super().__init__(parts, me, side, arrivals_per_poll)
         self._commands = PostedCommands(self._loop, self._side, self._admission)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 
-from ...ids import Epoch
+from ...ids import Epoch, RoomId
 from ...memory import Buffer, MemoryPool
 from ...protocol import Phase
 from ...protocol.frames import WireBells
+from .ballots import Ballots
 from .bells import BellBoard, BellWatch
 from .handle import ReceptionHandle
 from .room import DecodeRoom
@@ -21,20 +23,23 @@ class RoomBells:
 
     Args:
         memory: of the board; None: there are no bells.
+        ballots: how the ranks of this instance agree by words.
         host: of this process.
         pool: keeps the aux rows.
     """
 
-    def __init__(self, memory: Buffer | None, host: str, pool: MemoryPool) -> None:
+    def __init__(self, memory: Buffer | None, ballots: Ballots, host: str, pool: MemoryPool) -> None:
+        self.ballots = ballots
         self._board = None if memory is None else BellBoard(memory)
         self._host = host
         self._pool = pool
-        self.watched: dict[ReceptionHandle, None] = {}
+        self._deciding = False
+        self.watched: dict[ReceptionHandle, DecodeRoom] = {}
 
     def issue(self, room: DecodeRoom) -> tuple[WireBells, ...]:
-        """Bells for the prefill ranks of a room; empty: not all are on this host, or there are not enough slots."""
+        """Bells for the prefill ranks of a room; empty: a rank of either side is not near, or slots are missing."""
         near = all(remote.hello.host == self._host for remote in room.remotes)
-        if self._board is not None and near:
+        if self._board is not None and near and self.ballots.ready:
             room.bells = self._board.issue([remote.epoch for remote in room.remotes])
         return room.bells
 
@@ -50,8 +55,32 @@ class RoomBells:
             store = None if wanted.aux is None else partial(self._pool.write_aux, wanted.aux)
             room.watch = BellWatch(self._board, room.bells, machine.writers, *listens, store)
             room.handle.watch(room.watch)
-            self.watched[room.handle] = None
-        room.watch.offer()
+            self.watched[room.handle] = room
+        self._offer(room, room.watch)
+
+    def _offer(self, room: DecodeRoom, watch: BellWatch) -> None:
+        ballot = watch.ballot or self.ballots.of(room.key)
+        if not self._deciding and ballot is not None and self.ballots.stands(ballot, room.key):
+            watch.offer(ballot)
+
+    @contextmanager
+    def deciding(self, name: RoomId | None, hold: Callable[[DecodeRoom], None]) -> Iterator[None]:
+        """Ranks may agree on a room (None: on any): inside, no engine comes to a conclusion about it.
+
+        ``hold`` handles what it has come to before.
+        """
+        self._deciding = True
+        try:
+            for room in self._named(name):
+                hold(room)
+            yield
+        finally:
+            self._deciding = False
+            for room in self._named(name):
+                self.follow(room)
+
+    def _named(self, name: RoomId | None) -> list[DecodeRoom]:
+        return [room for room in self.watched.values() if name is None or room.key.room == name]
 
     def _drop(self, room: DecodeRoom) -> None:
         room.watch = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from math import inf
 
 from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
@@ -20,6 +21,7 @@ from ...protocol import (
     Effect,
     Free,
     Gone,
+    Hello,
     Introduced,
     Leased,
     Lost,
@@ -54,6 +56,7 @@ from ..runtime.handshake import RemoteEndpoint
 from ..runtime.peer_registry import HeldMemory
 from ..runtime.silence import Silences
 from ..runtime.spans import room_span
+from .ballots import Ballots
 from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
@@ -90,6 +93,7 @@ class DecodeSide:
         verify: Verify,
         pace: RateLimiter | None,
         board: Buffer | None,
+        words: Buffer | None,
     ) -> None:
         self._loop = loop
         self._pool = pool
@@ -112,7 +116,7 @@ class DecodeSide:
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
         self._silences = Silences(loop.peers, loop.options.silence_s)
-        self.bells = RoomBells(board, loop.me.life.process.host, pool)
+        self.bells = RoomBells(board, Ballots(loop, words), loop.me.life.process.host, pool)
         self._lively_at = 0.0
         self._suspended: dict[Epoch, None] = {}
         self.quarantined = 0
@@ -272,6 +276,21 @@ class DecodeSide:
         if room is not None:
             self._handle(room, decided)
 
+    def on_sibling(self, epoch: Epoch, hello: Hello | None) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        if hello is not None:
+            self.bells.ballots.joined(hello)
+        else:
+            self.bells.ballots.left(epoch)
+
+    def no_bells(self, epoch: Epoch) -> str:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        return self.bells.ballots.no_bells(epoch)
+
+    def deciding(self, name: RoomId | None) -> AbstractContextManager[None]:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        return self.bells.deciding(name, lambda room: self._handle(room, Tick()))
+
     def on_ticket(self, event: WriteEnded | Settled) -> None:
         """Decode posts nothing."""
         raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
@@ -294,7 +313,7 @@ class DecodeSide:
                     self._cast(*self._votes.popleft())
                     continue
                 room, event = self._events.popleft()
-                if room.watch is not None and not room.watch.hold():
+                if room.watch is not None:
                     self._hear(room, room.watch)
                 if room.machine.state is not Receiving.CLOSED:
                     self._apply(room, room.machine.handle(event, self._loop.now))
@@ -313,15 +332,17 @@ class DecodeSide:
             self._handle(room, Tick())
 
     def _hear(self, room: DecodeRoom, watch: BellWatch) -> None:
-        """Follow the engine, for which the room is done: its bells end the room here before any other event does.
+        """Follow the engine: what it has concluded from bells comes before any event that is handled now.
 
         The engine's thread has stored the aux data, and its engine may have taken them.
         """
-        for rang in watch.heard:
-            effects = room.machine.handle(rang, self._loop.now)
-            self._apply(room, [effect for effect in effects if not isinstance(effect, Store)])
-        if room.machine.state is Receiving.PLACED:
-            # The only rank of its instance: no other has a vote.
+        ended = not watch.hold()
+        if watch.taken and room.machine.state is Receiving.MOVING:
+            for rang in watch.heard:
+                effects = room.machine.handle(rang, self._loop.now)
+                self._apply(room, [effect for effect in effects if not isinstance(effect, Store)])
+        if ended and room.machine.state is Receiving.PLACED:
+            self._loop.agree(self._loop.agreement.succeed(room.key, self._loop.now))
             self._apply(room, room.machine.handle(Decided(True, ""), self._loop.now))
 
     def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:

@@ -33,6 +33,7 @@ from ..runtime.directory import LookupResult
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.handshake import RemoteEndpoint
+from ..runtime.side import SideWithoutWords
 from .handle import DeliveryHandle
 from .inspection import PrefillInspection
 from .room import PrefillRoom
@@ -42,7 +43,7 @@ from .throughput import ThroughputEstimator
 from .transfers import TransferQueue
 
 
-class PrefillSide(PrefillRooms):
+class PrefillSide(PrefillRooms, SideWithoutWords):
     """Everything here runs on the endpoint's thread."""
 
     def __init__(

@@ -19,7 +19,7 @@ from ...errors import (
     TransportError,
     text_of,
 )
-from ...ids import Epoch, Peer
+from ...ids import Epoch, Peer, RoomId
 from ...memory import Event
 from ...protocol import (
     Agreement,
@@ -127,7 +127,7 @@ class EventLoop:
         later = partial(map_prefill, me)
         self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready, later)
         self.peer_registry = PeerRegistry(
-            self.peers, self.connections, self.connections.lane, self.connections.no_bells, options, clock
+            self.peers, self.connections, self.connections.lane, self._no_bells, options, clock
         )
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
@@ -361,7 +361,8 @@ class EventLoop:
         if not good:
             self.observer.count("frames.stale")
         elif isinstance(frame, Vote):
-            self.agree(self.agreement.on_vote(frame, self.now))
+            with self.side.deciding(RoomId(frame.room)):
+                self.agree(self.agreement.on_vote(frame, self.now))
         elif isinstance(frame, Decision):
             self.agree(self.agreement.on_decision(frame, self.now))
         elif isinstance(frame, Superseded):
@@ -514,6 +515,10 @@ class EventLoop:
         """No evidence about this life is awaited any more."""
         self._process_monitor.forget(epoch)
         self.connections.drop(epoch)
+
+    def _no_bells(self, epoch: Epoch) -> str:
+        """See :class:`PeerInfo`. From any thread."""
+        return self.side.no_bells(epoch) if epoch in self.siblings else self.connections.no_bells(epoch)
 
     # What goes out.
 

@@ -64,6 +64,7 @@ class EndpointInfo:
         regions: its pool's registered buffers.
         paths: what it can use.
         bells: decode: where its board of bells is; empty: it has none.
+        words: decode: where its words for other ranks of its instance are; empty: it has none.
         slot_bytes: prefill: bytes of a staging slot.
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
         conversions: prefill: names of those that its kernels know.
@@ -82,6 +83,7 @@ class EndpointInfo:
     transport: Transport
     paths: tuple[TransferPlanner, ...]
     bells: bytes = b""
+    words: bytes = b""
     slot_bytes: int = 0
     ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
     ring_bytes: int = 0
@@ -122,6 +124,7 @@ class EndpointInfo:
                 paths=tuple((p.name, p.version) for p in self.paths),
                 conversions=self.conversions,
                 bells=self.bells,
+                words=self.words,
                 slot_bytes=self.slot_bytes,
                 ring_region=self.ring_region,
                 ring_bytes=self.ring_bytes,

@@ -6,7 +6,9 @@ from functools import partial
 
 from attrs import frozen
 
-from ...memory import Bell, Buffer
+from ...errors import TransportError
+from ...ids import Epoch
+from ...memory import Bell, Buffer, new_buffer
 from ...transports.bells import SLOT_WORDS, HostBells, Record, words_of
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
@@ -16,6 +18,10 @@ VALUES = 33
 
 FAULTY = 0.5
 """Share of bells to which something happens, where that may be."""
+
+
+LOOKS_S = (0.0, 0.0, 0.002, 0.05)
+"""Seconds after which an engine reads the words of other ranks."""
 
 
 class SimBells(HostBells):
@@ -49,7 +55,40 @@ class SimBells(HostBells):
         """Whatever the slot has been used for since."""
         if self._here.alive:
             self._board[slot * SLOT_WORDS] = value
-            self._there.touch()
+            self._notice(self._there)
+
+    def _notice(self, there: SimProcess) -> None:
+        """The engine of the other process reads it at once."""
+        there.touch()
+
+
+class SimArray(SimBells):
+    """The words of another rank, whose engine reads them some time later."""
+
+    def _notice(self, there: SimProcess) -> None:
+        world = self._world
+        world.later(world.outside.helping.choice(LOOKS_S), there.touch)
+
+
+class SimWords:
+    """The words by which ranks of one instance agree; satisfies ``SharedWords``."""
+
+    def __init__(self, world: Simulation, here: SimProcess) -> None:
+        self._world = world
+        self._here = here
+
+    def make(self, epoch: Epoch, nbytes: int) -> tuple[Buffer, bytes]:
+        """Words of the process."""
+        self._here.words = new_buffer(nbytes, "cpu")
+        return self._here.words, b"words"
+
+    def open(self, epoch: Epoch, place: bytes) -> SimBells:
+        """The words of another process; as a fault, not."""
+        there = next(one for one in self._world.processes.values() if one.epoch == epoch)
+        if there.words is None or not there.alive or self._world.outside.happens(FaultClass.BELL, 0.1):
+            self._world.mark("bells:ranks have none")
+            raise TransportError("sim: the words could not be opened")
+        return SimArray(self._world, self._here, there, there.words)
 
 
 @frozen(eq=False)

@@ -325,13 +325,15 @@ class Checks:
             )
 
     def agree(self, entry: Entry) -> None:
-        """I9: the ranks of one instance saw one outcome, unless one of them was lost to the others."""
-        for side in (entry.room.prefill, entry.room.decode):
-            if any(not e.node.alive or e.node.followed or e.node.counters.of.get("peers.lost") for e in side):
+        """I9: the ranks of one instance that live saw one outcome, but for those that may have lost rank 0."""
+        for first, *others in (entry.room.prefill, entry.room.decode):
+            if not first.node.alive or first.node.followed:
                 continue
-            seen = {e.phase for e in side if not e.refused}
+            living = [one for one in others if one.node.alive and not one.node.followed]
+            side = [first, *(one for one in living if not one.node.counters.of.get("peers.lost"))]
+            seen = {one.phase for one in side if not one.refused}
             if len(seen) > 1:
-                ends = {e.node.address: (e.phase.name if e.phase else None, str(e.error)) for e in side}
+                ends = {one.node.address: (one.phase.name if one.phase else None, str(one.error)) for one in side}
                 self._fail("I9", f"{room_name(entry.room.plan.room)}: ranks disagree: {ends}")
 
     def superseded(self, node: SimNode) -> None:

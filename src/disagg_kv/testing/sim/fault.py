@@ -172,6 +172,15 @@ def while_pulling(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[Fa
     return {f: _RATES.get(f, (1.0,))[0] for f in PULLING if f in allowed and rng.random() < OFTEN}
 
 
+AGREEING = (FaultClass.ABORT, FaultClass.PAUSE, FaultClass.DECODE_CRASH)
+"""What matters while ranks of decode agree by words."""
+
+
+def while_agreeing(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
+    """The faults that a seed whose ranks agree by words has beside those that it draws, as :func:`while_pulling`."""
+    return {f: _RATES.get(f, (1.0,))[0] for f in AGREEING if f in allowed and rng.random() < OFTEN}
+
+
 def survives(faults: Mapping[FaultClass, float]) -> bool:
     """Whether every request must succeed although these faults happen."""
     return all(f in HARMLESS or (f in SURVIVED and rate == _RATES[f][0]) for f, rate in faults.items())

@@ -53,5 +53,6 @@ class Kind(Enum):
     BELLS_OPEN = "bells and final records show the same of a request whose end decode did not know"
     BELLS_AUX = "bells and final records show the same of a request with aux data, which are in place before"
     BELLS_STATES = "bells show the same of a request with recurrent states"
+    WORDS = "words show the engines of several ranks that a request is done"
     OVERLAID = "layers with a window have pages of their own, in the same bytes as those of the others"
     WINDOW_OPEN = "all rows of a sliding window cross, as the end was not known"

@@ -16,6 +16,7 @@ from ...protocol import Flow, RoomKey
 from ...protocol.receive_room import ReceiveRoom
 from ...trace import Observer, Span
 from ...transports.process import Process
+from .bells import SimWords
 from .dma import Dma, SimTransport
 from .environment import SimBackground, SimObserver, SimRendezvous
 from .kernels import SimKernels
@@ -23,6 +24,9 @@ from .network import Network, SimBatchChannel, SimChannel
 from .prefixes import Prefixes
 from .scenario import Split, shards_of
 from .simulation import SimProcess, SimRing, Simulation
+
+LIFE_NS = 1_000_000_000
+"""Between the beginnings of two lives of a rank: far more than the rooms of one."""
 
 
 class SimWatch:
@@ -89,7 +93,8 @@ class SimNode(SimProcess):
 
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
-        life = Incarnation(self.epoch, self.process, self._watch, born=self.life)
+        words = SimWords(world, self)
+        life = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS, words=words)
         self.kernels = SimKernels(world, self, self.transport)
         environment = Environment(clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers)
         if self.side == "decode":

@@ -16,6 +16,8 @@ ITSELF = 0.5
 
 WITHHELD, MAPPED = 0.8, 0.85
 """Share of prefill instances that wait for decode in such worlds, and of such worlds in which memory is mapped."""
+AGREES = 0.5
+"""Share of the worlds with several decode ranks in which prefill writes to exposed pages, so that words may agree."""
 
 SLOW = 0.8
 """Share of those worlds in which kernels take their time although others of the same seed would not."""
@@ -47,6 +49,11 @@ def withheld(seed: int, prefills: int) -> tuple[bool, ...]:
     """Whether the engine of each prefill instance waits for decode before it frees pages."""
     rng = random.Random(f"withheld {seed}")
     return tuple(not pulls_by_itself(seed) or rng.random() < WITHHELD for _ in range(prefills))
+
+
+def agrees(seed: int, ranks: int) -> bool:
+    """Whether ranks of decode may agree by words in most rooms of the world of a seed."""
+    return ranks > 1 and not pulls(seed) and random.Random(f"agrees {seed}").random() < AGREES
 
 
 def slow_pulls(seed: int) -> bool:

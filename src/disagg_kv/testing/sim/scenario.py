@@ -18,9 +18,9 @@ from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
 from .conversations import Conversation, converse
-from .fault import FaultClass, outside, survives, swarm, while_pulling
+from .fault import FaultClass, outside, survives, swarm, while_agreeing, while_pulling
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .path_draws import MAPPED, PULL, pulls, pulls_by_itself, refused_of, slow_pulls, withheld
+from .path_draws import MAPPED, PULL, agrees, pulls, pulls_by_itself, refused_of, slow_pulls, withheld
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -66,7 +66,7 @@ BOARDS = (0, 2, 8, 64)
 """Blocks of slots on a decode rank's board of bells: too few of them for all rooms in many worlds."""
 
 RINGS = 0.8
-"""Share of worlds with one decode rank in which bells can ring for most requests."""
+"""Share of worlds in which bells can ring for most requests."""
 
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
@@ -275,9 +275,9 @@ class Scenario:
     def draw(cls, seed: int, allowed: frozenset[FaultClass]) -> Scenario:
         """The scenario of a seed."""
         rng = random.Random(f"scenario {seed}")
-        faults = _faults(seed, rng, allowed)
-        stuck = FaultClass.QUARANTINE in faults
         shape = shape_of(seed // BLOCK, seed % len(TOPOLOGIES))
+        faults = _faults(seed, rng, allowed, shape.decode.world)
+        stuck = FaultClass.QUARANTINE in faults
         requests = _requests(rng, shape, faults)
         prefills, slot = shape.prefills, shape.slot_bytes
         decode, scarce = shape.decode, stuck or (not survives(faults) and rng.random() < 0.2)
@@ -302,7 +302,7 @@ class Scenario:
             decode = evolve(decode, pages=decode.pages // 3)
         if not survives(faults):
             requests = _impatient(seed, requests)
-        rings = decode.world == 1 and random.Random(f"rings {seed}").random() < RINGS
+        rings = agrees(seed, decode.world) or random.Random(f"rings {seed}").random() < RINGS
         if rings:
             requests = belled(seed, requests)
         if not conversations and not stuck:
@@ -313,6 +313,9 @@ class Scenario:
         draws = random.Random(f"maps {seed}")
         maps = draws.random() < 0.7
         itself = pulls_by_itself(seed)
+        if agrees(seed, decode.world):
+            maps, decode_path, prefill_paths = True, "auto", ["mapped", "slice"]
+            options = evolve(options, bells=options.bells or BOARDS[-1])
         if itself:
             maps, decode_path, prefill_paths = draws.random() < MAPPED, "auto", ["auto", "auto", "auto", "staged"]
         elif pulls(seed):
@@ -358,11 +361,15 @@ class Scenario:
         )
 
 
-def _faults(seed: int, rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
-    """Those of frames, processes and memory; where decode pulls, also some that happen during pulls."""
+def _faults(seed: int, rng: random.Random, allowed: frozenset[FaultClass], ranks: int) -> dict[FaultClass, float]:
+    """Those of frames, processes and memory; where ranks of decode pull or agree by words, some more meanwhile."""
     faults = swarm(rng, allowed)
     if pulls(seed) and not survives(faults):
         return {**while_pulling(random.Random(f"while pulling {seed}"), allowed), **faults}
+    if agrees(seed, ranks) and not survives(faults):
+        draws = random.Random(f"while agreeing {seed}")
+        others = faults if draws.random() < 0.5 else {}  # few rooms get as far as to a vote among many faults
+        return {**while_agreeing(draws, allowed), **others}
     return faults
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from attrs import frozen
 
 from ...ids import Epoch
+from ...memory import Buffer
 from ...rendezvous import StaticRendezvous
 from ...staging import ALIGNMENT, Lease, RingStagingAllocator
 from ...transports.process import Process
@@ -241,6 +242,7 @@ class SimProcess:
         self.checked_at = 0.0
         self.prepared: set[object] = set()
         self.ring = SimRing(ALIGNMENT)
+        self.words: Buffer | None = None
         self.offset = 0.0
         self.wake_at = 0.0
         # A later life may be in a process that was there before: only its birth says which is the later one.

@@ -10,9 +10,10 @@ from msgspec import structs
 
 from ...channels import Arrived
 from ...endpoints.decode.inspection import DecodeInspection
+from ...endpoints.decode.room import DecodeRoom
 from ...endpoints.prefill.inspection import PrefillInspection
 from ...ids import Epoch, RoomId
-from ...protocol import Codec
+from ...protocol import Codec, Phase
 from ...protocol.flow import Flow, room_head
 from ...protocol.frames import (
     Abort,
@@ -208,7 +209,7 @@ class StrayFrames:
                 pairs += [
                     (room.machine, w, room_head(w, me, key.room, key.generation))
                     for w in room.machine.writers
-                    if w in known
+                    if w in known and not _over(room)
                 ]
         else:
             for (name, epoch, _), one in view.flows.items():
@@ -216,3 +217,9 @@ class StrayFrames:
                 if flow is not None and epoch in known:
                     pairs.append((flow, epoch, room_head(epoch, me, name, flow.generation)))
         return pairs
+
+
+def _over(room: DecodeRoom) -> bool:
+    """Whether words have ended a room, which its endpoint's thread will find before it handles another event."""
+    ballot = None if room.watch is None else room.watch.ballot
+    return room.handle.state[0] is Phase.DONE or (ballot is not None and ballot.votes and ballot.heard())

@@ -385,6 +385,7 @@ class Room(SimRoom):
         """What bells have ended."""
         kinds = {
             Kind.BELLS: True,
+            Kind.WORDS: entry.node.split.world > 1,
             Kind.BELLS_OPEN: self.plan.open_end,
             Kind.BELLS_AUX: entry.aux is not None,
             Kind.BELLS_STATES: bool(entry.slots),

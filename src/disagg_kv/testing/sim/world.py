@@ -28,6 +28,7 @@ from .rooms import SimRoom
 from .scenario import Scenario, Split
 from .stray_frames import StrayFrames
 from .targeted_faults import TargetedFaults
+from .word_faults import WordFaults
 from .workload import Room
 
 TICK_S = 0.02
@@ -76,6 +77,7 @@ class World(Cluster):
         self._stray_frames = StrayFrames(self)
         self._targeted_faults = TargetedFaults(self, self._stray_frames, self._lose)
         self._pull_faults = PullFaults(self, self._lose, self._stop)
+        self._word_faults = WordFaults(self, self._lose, self._stop)
         self._outages = Outages(self)
         self._junk_calls = JunkCalls(self)
         self._reused = ReusedIds(self, self._begin_room)
@@ -446,6 +448,7 @@ class World(Cluster):
             self._stray_frames.greet(node)
         self._targeted_faults.strike(node)
         self._pull_faults.strike(node)
+        self._word_faults.strike(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
 

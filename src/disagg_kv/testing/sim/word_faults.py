@@ -1,0 +1,102 @@
+"""Faults while ranks of decode agree by words: a rank that has voted, or rank 0, gives up, stands still or ends.
+
+Beside these, a withdrawn vote may arrive between the decision of rank 0's engine and its endpoint's next step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+from ...channels import Arrived
+from ...endpoints.decode.inspection import DecodeInspection
+from ...endpoints.decode.room import DecodeRoom
+from ...protocol import Codec, Phase
+from ...protocol.frames import Vote
+from .cluster import Cluster
+from .fault import FaultClass
+from .node import SimNode
+
+STRUCK, MOST = 0.3, 3
+"""Share of a follower's steps after which one happens, while its vote waits; and how many happen in a world at most."""
+
+FROZEN_S = (0.3, 2.6, 4.5)
+"""How long a rank may stand still. A peer counts as silent after two seconds."""
+
+
+class WordFaults:
+    """Waits for such votes, and uses the faults that a scenario has. Its draws do not shift those of others."""
+
+    def __init__(
+        self,
+        world: Cluster,
+        lose: Callable[[FaultClass, SimNode], None],
+        freeze: Callable[[SimNode, tuple[float, ...]], object],
+    ) -> None:
+        self._world = world
+        self._lose = lose
+        self._freeze = freeze
+        self._random = random.Random(f"word faults {world.scenario.seed}")
+        self._left = MOST
+
+    def strike(self, node: SimNode) -> None:
+        """A process has made a step: a fault may happen before its next one."""
+        world, view = self._world, node.view
+        if not isinstance(view, DecodeInspection) or world.calm or not world.faulty:
+            return
+        if not self._left or node.failing:
+            return
+        if node.rank == 0:
+            self._withdraw(node, view)
+            return
+        rooms = [room for room in view.rooms.values() if _waits(room)]
+        if not rooms or self._random.random() >= STRUCK:
+            return
+        room = self._random.choice(rooms)
+        world.mark("words:a vote waits")
+        first = world.instance("decode")[0]
+        acts = [*self._acts(node, "the follower", room), *self._acts(first, "rank 0", room)]
+        if acts:
+            self._left -= 1
+            name, act = self._random.choice(acts)
+            world.mark(f"words:{name}")
+            act()
+
+    def _withdraw(self, node: SimNode, view: DecodeInspection) -> None:
+        """A vote against a room comes that rank 0's engine has just decided."""
+        agreement = view.loop.agreement
+        decided = [key for key, room in view.rooms.items() if room.handle.state[0] is Phase.DONE]
+        found = [(key, voter) for key in decided for voter in agreement.voters(key) or ()]
+        if FaultClass.ABORT not in self._world.scenario.faults or not found or self._random.random() >= STRUCK:
+            return
+        key, (epoch, generation) = self._random.choice(found)
+        self._world.mark("words:a vote is withdrawn too late")
+        against = Vote(src=epoch, dst=node.epoch, room=key.room, generation=generation, ok=False, reason="too late")
+        node.take_in(Arrived(Codec().encode(against)))
+
+    def _acts(self, node: SimNode, who: str, room: DecodeRoom) -> list[tuple[str, Callable[[], object]]]:
+        """What may happen to a rank now."""
+        world, faults = self._world, self._world.scenario.faults
+        acts: list[tuple[str, Callable[[], object]]] = []
+        entries = world.entries.values()
+        mine = next((e for e in entries if e.node is node and e.room.plan.room == room.key.room), None)
+        if FaultClass.ABORT in faults and mine is not None:
+            acts.append((f"{who} gives up", partial(mine.room.abort, mine)))
+        if not node.alive or node.paused:
+            return acts
+        if FaultClass.PAUSE in faults:
+            acts.append((f"{who} stands still", partial(self._silence, node)))
+        if FaultClass.DECODE_CRASH in faults and FaultClass.DECODE_CRASH not in world.hits and not world.healed:
+            acts.append((f"{who} ends", partial(self._lose, FaultClass.DECODE_CRASH, node)))
+        return acts
+
+    def _silence(self, node: SimNode) -> None:
+        if node.alive and not node.paused:
+            self._world.hit(FaultClass.PAUSE)
+            self._freeze(node, FROZEN_S)
+
+
+def _waits(room: DecodeRoom) -> bool:
+    """Whether the engine has voted by a word, and knows of no end."""
+    return room.watch is not None and room.watch.voted and room.handle.state[0] is not Phase.DONE
