@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from disagg_kv.endpoints.decode import bells
-from disagg_kv.endpoints.decode.ballots import SLOT_BYTES, Ballot
+from disagg_kv.endpoints.decode.ballots import NOTHING, SLOT_BYTES, Ballot
 from disagg_kv.endpoints.decode.bells import BellWatch
 from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.endpoints.runtime.shared_words import HostWords
@@ -380,11 +380,11 @@ def test_words_of_a_process_that_has_ended_are_not_opened() -> None:
     words, epoch = HostWords(), Epoch(b"e" * 16)
     memory, place = words.make(epoch, 4 * SLOT_BYTES)
     array = words.open(epoch, place)
-    array.ring(3, 7, (0, 0, 0, 0))
+    array.ring(3, 7, NOTHING)
     with pytest.raises(PeerLostError):
         words.open(Epoch(b"f" * 16), place)
     with pytest.raises(TransportError):
-        array.ring(4, 7, (0, 0, 0, 0))
+        array.ring(4, 7, NOTHING)
     del memory
     with pytest.raises(PeerLostError):
         words.open(epoch, place)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from disagg_kv.endpoints.decode.ballots import ALONE
 from disagg_kv.endpoints.runtime.mapping import BLOCK, BLOCK_BYTES
 from disagg_kv.geometry import CacheSpec, Component
 from disagg_kv.memory import new_buffer
@@ -205,12 +206,12 @@ def test_aux_data_are_not_stored_once_the_endpoint_s_thread_was_first() -> None:
     assert watch is not None
     request.send(ROWS).finish(aux=1)
     turn_prefill(request)
-    claim = watch._claim
+    claims = watch._claims
     assert watch.hold()
-    watch._claim = claim  # the engine's thread was at the beginning of its look
+    watch._claims = claims  # the engine's thread was at the beginning of its look
     assert not watch.complete()
     assert request.decodes[0].pool.read_aux(2) == bytes(8)
-    watch.offer()
+    watch.offer(ALONE)
     assert watch.complete()
     assert request.decodes[0].pool.read_aux(2) == data_of(0, 8)
 

@@ -46,7 +46,7 @@ from ...transports.bells import SLOT_WORDS, WORD, HostBells, Record, heard, word
 from ..runtime.event_loop import EventLoop
 from ..runtime.handshake import EndpointInfo
 
-NOTHING: Record = (0, 0, 0, 0)
+NOTHING: Record = (0, 0, 0, 0, 0)
 """The record of a word whose value says all."""
 
 SLOT_BYTES = SLOT_WORDS * WORD
