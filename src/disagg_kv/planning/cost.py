@@ -64,7 +64,7 @@ class MeasuredRates:
 
     Args:
         writes: of its transport's writes, without a gather or a scatter.
-        copies: of kernels from pages to mapped pages.
+        copies: of kernels from pages to mapped pages; those of decode, which are not seen here, count as fast.
     """
 
     writes: float | None = None
