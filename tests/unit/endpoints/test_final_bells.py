@@ -259,6 +259,25 @@ def test_a_forged_final_record_does_no_more_than_a_forged_frame(what: str) -> No
     assert request.decodes[0].pool.read_aux(2) == data_of(0, 8)
 
 
+def test_a_final_record_proves_nothing_of_rows() -> None:
+    """It may come before the segments of its writer."""
+    rig, request = scene(writers=2)
+    (room,) = request.decodes[0].endpoint.inspect().rooms.values()
+    slot, count, value = room.bells[1]
+    peer = next(iter(request.prefills[1].endpoint.inspect().rooms.values()))
+    bells = next(iter(peer.routes.values())).bells
+    assert isinstance(bells, HostBells)
+    request.send(ROWS).finish()
+    for _ in range(4):
+        request.prefills[0].endpoint.driver.step()
+    assert phase(request) is Phase.MOVING
+    bells.ring_final(slot + count, value + count, (ROWS, None))
+    assert phase(request) is Phase.MOVING
+    turn_prefill(request)
+    assert phase(request) is Phase.DONE
+    settle(rig, request, bells=True)
+
+
 def test_writers_that_end_a_room_at_different_rows_are_refused_by_their_frames() -> None:
     """One record is forged; what its frame says is not contradicted by anything."""
     rig, request = scene(writers=2)
