@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from disagg_kv.bench import TransferShape, run_transfer
 from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
 from disagg_kv.ids import LayerId, RegionId
 from disagg_kv.kernels import KERNELS, PageMove, Pages, TritonKernels
@@ -130,3 +131,13 @@ def test_who_hears_a_bell_finds_the_bytes(pipe: Connection, prepared: bool) -> N
 def test_a_room_without_a_known_end_is_ended_by_bells(tmp_path: Path, states: bool) -> None:
     """With its aux data, while decode's endpoint stands still; all bytes are there."""
     assert check_final_record(tmp_path, "cuda_ipc", "cuda", stop=None, aux=16, states=states)
+
+
+def test_two_decode_ranks_agree_by_words() -> None:
+    """Their rows come over ``cuda_ipc``; engines that look often know of the end from bells and words alone."""
+    shape = TransferShape(
+        transport="cuda_ipc", device="cuda", strategies=("mapped",), prefill_tp=1, decode_tp=2, tokens=256, layers=4,
+        announced=True, bells=True, repeats=10,
+    )  # fmt: skip
+    measured = run_transfer(shape).strategies
+    assert measured["mapped"].bells == 0 < measured["mapped, bells"].bells

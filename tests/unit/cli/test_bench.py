@@ -150,10 +150,13 @@ def test_verification_is_measured_beside_the_same_without(capsys: pytest.Capture
     assert "slice takes" in " ".join(capsys.readouterr().out.split())
 
 
-def test_bells_are_measured_beside_the_same_without(capsys: pytest.CaptureFixture[str]) -> None:
-    """Decode's engine knows from bells only where they may ring."""
+@pytest.mark.parametrize(("prefill", "decode"), [("2", "1"), ("1", "2")])
+def test_bells_are_measured_beside_the_same_without(
+    capsys: pytest.CaptureFixture[str], prefill: str, decode: str
+) -> None:
+    """Decode's engines know from bells only where they may ring; several of them agree by words."""
     found = bench(
-        capsys, "--transport", "inproc", "--prefill-tp", "2", "--decode-tp", "1", "--strategies", "mapped",
+        capsys, "--transport", "inproc", "--prefill-tp", prefill, "--decode-tp", decode, "--strategies", "mapped",
         "--bells",
     )  # fmt: skip
     assert list(found["strategies"]) == ["mapped", "mapped, bells"]
