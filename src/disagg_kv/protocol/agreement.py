@@ -35,6 +35,10 @@ Without any rank 0 a vote against a room ends it here at once: no success is pos
 not vote for the room again. The follower keeps the last ``tombstones`` of such votes for the next life of rank 0. If
 rank 0 was only silent and says that it still waits for another one, the follower votes against that room again.
 
+*Words.* Decode ranks of one host may agree by words before these frames arrive; see
+:mod:`disagg_kv.endpoints.decode.ballots`. :meth:`Agreement.voters` names the uses that agree. :meth:`Agreement.succeed`
+takes the outcome, which on rank 0 is the decision.
+
 *Two lives of one rank.* The newest life of a rank counts. Rank 0 fails what an older life begins, and still takes the
 older one's votes on rooms that it had begun before.
 """

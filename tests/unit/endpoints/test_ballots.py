@@ -40,9 +40,9 @@ def scene(
     return rig, request
 
 
-def begun(rig: Rig, request: Request) -> Request:
+def begun(rig: Rig, request: Request, stop: int | None = ROWS, aux: int | None = None) -> Request:
     """All ranks have opened it, and know that of each other."""
-    request.open_decode().expect(ROWS).open_prefill()
+    request.open_decode().expect(stop, aux=aux).open_prefill()
     rig.until(lambda: all(one.phase is Phase.MOVING for one in request.receives), "every rank to have opened it")
     rig.wait(0.3)
     return request
@@ -112,6 +112,28 @@ def test_a_vote_alone_is_no_end() -> None:
         request.prefills[0].endpoint.driver.step()
     assert [look(request, 0), look(request, 1)] == [Phase.DONE] * 2
     settle(rig, request)
+
+
+def test_ranks_agree_on_a_room_with_aux_data_and_an_open_end() -> None:
+    """Final records show the end on each rank, and each engine has stored its aux data before it votes or decides."""
+    rig = Rig(SPEC)
+    sending, decodes = (
+        rig.prefill(tp_shards(SPEC, 1), strategy="mapped"),
+        rig.decode(tp_shards(SPEC, 2), strategy="mapped"),
+    )
+    rig.wait(0.3)
+    request = begun(rig, rig.request("room", sending, decodes, ROWS), stop=None, aux=2)
+    sending[0].pool.write_aux(1, b"eightbyt")
+    send(request)
+    assert [look(request, 1), look(request, 0), look(request, 1)] == [Phase.MOVING] * 3
+    request.finish(aux=1)
+    for _ in range(4):
+        sending[0].endpoint.driver.step()
+    assert [look(request, 1), look(request, 0), look(request, 1)] == [Phase.MOVING, Phase.DONE, Phase.DONE]
+    assert [member.pool.read_aux(2) for member in decodes] == [b"eightbyt"] * 2
+    request.landed()
+    assert all(handle.report.bells for handle in request.receives)
+    rig.quiet()
 
 
 def test_an_abort_before_the_decision_fails_the_room_on_all_ranks() -> None:
