@@ -13,6 +13,7 @@ from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_mapping_later as later
 from tests.unit.protocol import test_page_runs as runs
+from tests.unit.protocol import test_receiving as receiving
 
 from .bugs import BALLOTS, BELLS, COPIES, EARLY, MOVER, RECEIVE, TABLES
 from .planting import Mutant
@@ -85,6 +86,9 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a link is disconnected while a thread maps a pool through it",
             "endpoints.runtime.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
      partial(later.test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it, returns=False)),
+    (Mutant("bells end a room for the engine alone, where frames have placed its rows before",
+            RECEIVE + "_on_rang", "elif self.state is Receiving.MOVING:", "elif False:"),
+     receiving.test_a_bell_of_rows_that_frames_have_placed_ends_the_room),
     (Mutant("an engine may decide while votes against its room are counted",
             "endpoints.decode.room_bells:RoomBells._offer", "not self._deciding and ", ""),
      ballots.test_an_engine_decides_nothing_while_votes_are_counted),

@@ -119,8 +119,6 @@ BUGS: Sequence[Mutant] = (
            "endpoints.decode.ended:answer_ended", "isinstance(frame, AuxPart)", "False"),
     Mutant("bells revive a room that has failed",
            "endpoints.decode.room_bells:RoomBells.follow", "self._drop(room)", "room.watch.offer()"),
-    Mutant("bells end a room for the engine alone, where frames have placed its rows before",
-           RECEIVE + "_on_rang", "elif self.state is Receiving.MOVING:", "elif False:"),
     Mutant("rank 0 decides by words before all votes have rung",
            BELLS + "BellWatch._agree", "if not ballot.heard() or", "if (ballot.votes and not ballot.heard()) or"),
     Mutant("the value of a vote or a decision is not compared",

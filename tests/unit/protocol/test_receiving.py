@@ -26,6 +26,7 @@ from disagg_kv.protocol import (
     Phase,
     Prepare,
     Quarantine,
+    Rang,
     Receiving,
     Reserve,
     RoomFrame,
@@ -128,6 +129,18 @@ def test_bells_end_a_room_once_each_writer_has_said_what_carries_its_writes() ->
     assert room.machine.listens is None
     room.say(Expected(**head(1), parked=False, lane="shm"))
     assert room.machine.listens is not None
+
+
+def test_a_bell_of_rows_that_frames_have_placed_ends_the_room() -> None:
+    """The last writer has opened the room since: decode's engine may have seen the end from these bells."""
+    room = Room(exposed=True, begun=False)
+    room.say(room.awaited, evolve(room.introduced, bells=((0, 32, 1), (32, 32, 33))))
+    room.say(Expected(**head(0), parked=False, lane="shm"))
+    room.say(*(chunk(rank, segment, None) for segment in (A, B) for rank in (0, 1)))
+    room.say(Expected(**head(1), parked=False, lane="shm"))
+    assert state_of(room) is Receiving.MOVING
+    room.say(Rang(P[0], A))
+    assert state_of(room) is Receiving.PLACED
 
 
 def test_frames_of_strangers_and_frames_before_the_beginning_only_count() -> None:
