@@ -111,6 +111,12 @@ BUGS: Sequence[Mutant] = (
            BELLS + "BellWatch._listen", "line.final_value)", "words[line.final_slot * 8] or -1)"),
     Mutant("aux data are not in place when bells end a room",
            BELLS + "BellWatch._stored", "self._store(self._aux)", "pass"),
+    Mutant("the final record of one writer is enough",
+           BELLS + "BellWatch._hear_final", "self._unended.remove(line)", "self._unended.clear()"),
+    Mutant("a final record stands for the segments of its writer",
+           BELLS + "BellWatch._hear_final", "self._unended.remove(line)",
+           "self._unended.remove(line)\n    for waits in self._waits.values():\n"
+           "        self._open -= waits.pop(line.rank, None) is not None"),
     Mutant("final records prove that rows have landed",
            BELLS + "BellWatch._listen", "and self._covered()", "and (self._covered() or bool(self._ends))"),
     Mutant("rows are awaited only up to where decode's pages end, whatever the final records say",
