@@ -205,7 +205,8 @@ class PrefillRank:
             blank(self._end.staging)
         self._delivery = self._end.open(RoomId(room))
         delivery, shape = self._delivery, self._shape
-        self._until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED)
+        # Not busy: helper threads that connect ranks may get no turn beside an engine that never sleeps.
+        wait_until(lambda: delivery.held is not None, delivery, shape.timeout_s, LOOK_S)
         if shape.announced:
             self._step = self._end.step({delivery.room: (shape.tokens, [PageTable(KV, self._ids)])})
             time.sleep(GRANTED_S)
@@ -232,7 +233,7 @@ class PrefillRank:
         grants = tuple(one.seconds for one in self._channel.taken())
         return evolve(_moved(self._delivery, began, time.monotonic(), grants), called=self._called)
 
-    def _until(self, good: Callable[[], bool], look_s: float = LOOK_S) -> None:
+    def _until(self, good: Callable[[], bool], look_s: float) -> None:
         _until(good, self._delivery, self._shape, look_s)
 
     def _compute(self, began: float) -> None:
@@ -490,6 +491,8 @@ def wait_until(
             run_python(BUSY_S, good)
         else:
             time.sleep(pause_s)
+    if handle.error is not None:
+        raise handle.error
 
 
 def run_python(seconds: float, good: Callable[[], bool] = lambda: False) -> None:
