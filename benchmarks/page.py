@@ -571,6 +571,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer.json, two paths": gpu_paths,
     "h100_convert.json": converted,
     "h100_mapped.json": gpu_mapped,
+    "h100_paths.json": gpu_paths_of_two,
     "h200_mapped.json": gpu_paths_of_two,
     "h200_busy.json": gpu_paths_of_two,
     "h200_instead.json": gpu_instead,

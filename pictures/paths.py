@@ -26,7 +26,7 @@ PLAIN = ("programs", "busy", "switch_us", "wire_GB_per_s", "decode_step_us")
 
 def lines() -> Iterator[Line]:
     """TP 1 to 1 between two GPUs, each run until decode's engine knows."""
-    cases = json.loads((RESULTS / "h200_mapped.json").read_text())["cases"]
+    cases = json.loads((RESULTS / "h100_paths.json").read_text())["cases"]
     plain = [case for case in cases if case["tp"] == "1->1" and not any(case.get(name) for name in PLAIN)]
     for strategy, kind in KINDS.items():
         points = [(c["bytes"] / 2**20, c["copies_us"] / c["total_us"]) for c in plain if c["strategy"] == strategy]
@@ -50,7 +50,7 @@ def paths() -> Picture:
     for mib in MIB:
         x, _ = place(mib, 0.0)
         p.text(x, BOTTOM + 18, f"{mib:,}", "small")
-    p.text((LEFT + RIGHT) / 2, BOTTOM + 40, "MiB of a request, TP 1 to TP 1 over cuda_ipc, two H200s", "small")
+    p.text((LEFT + RIGHT) / 2, BOTTOM + 40, "MiB of a request, TP 1 to TP 1 over cuda_ipc, two H100s", "small")
     p.text(LEFT, TOP - 16, "share of a plain copy of the same bytes in the same run", "small", "start")
     for kind, name, points in lines():
         at = [place(*point) for point in points]
