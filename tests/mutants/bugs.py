@@ -14,6 +14,7 @@ WRITES = "endpoints.prefill.writes:PostedWrites."
 COPIES = "endpoints.prefill.copies:PageCopies."
 ARMED = "endpoints.prefill.armed:"
 PULLS = "endpoints.decode.pulls:PullQueue."
+SOURCES = "endpoints.decode.sources:PullSources."
 PREFILL = "endpoints.prefill.room_table:PrefillRooms."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
@@ -174,13 +175,12 @@ BUGS: Sequence[Mutant] = (
     Mutant("pages are offered before their rows are final",
            MOVER + "_begin_direct", "and not pulls_pages(route.path)", "or pulls_pages(route.path)"),
     Mutant("a segment may have more pages than an offer can name",
-           "endpoints.prefill.path_choice:segment_limits", "evolve(limits, rows=max(1, offer_bytes // OFFER_ROW))",
+           "endpoints.prefill.path_choice:segment_limits", "evolve(limits, rows=offer_rows(offer_bytes))",
            "limits"),
     Mutant("a room that pulls does not wait until pools are mapped",
-           "endpoints.decode.discovery:Discovery._ready", "instance.mapping = not all(known)",
-           "instance.mapping = False"),
+           SOURCES + "ready", "return all(known)", "return True"),
     Mutant("a path is allowed although a pool could not be mapped",
-           PULLS + "barred", "else self._pulling", "else ()"),
+           SOURCES + "barred", "else self._pulling", "else ()"),
     Mutant("pages are exposed of an engine that waits for no peer",
            "endpoints.decode.endpoint:_usable", "exposes, pulls = able and waits,", "exposes, pulls = able,"),
     Mutant("decode reads pages of an engine that does not wait for it",

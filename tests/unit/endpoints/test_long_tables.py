@@ -198,7 +198,7 @@ def test_what_one_frame_cannot_carry_is_not_offered() -> None:
     request = scene.request("room", prefills, decodes, 9).start().landed()
     assert request.receives[0].report.segments == 9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disagg_kv.endpoints.prefill.path_choice.OFFER_ROW", 1)
+        patch.setattr("disagg_kv.protocol.page_runs.OFFER_ROW", 1)
         request = scene.request("other", prefills, decodes, 9).start().failed()
     assert "the page tables that one frame can carry" in str(request.sends[0].error)
     scene.quiet()

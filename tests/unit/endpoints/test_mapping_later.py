@@ -214,3 +214,84 @@ def test_a_room_ends_by_name_while_a_pool_is_being_mapped() -> None:
     later.jobs.pop()()
     other.landed()
     rig.quiet()
+
+
+def test_where_another_path_is_left_a_room_waits_for_half_its_silence() -> None:
+    """It is staged then, and so are the next ones at once, until the pool is mapped."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills = rig.prefill(tp_shards(SPEC, 1))
+    decodes = rig.decode(tp_shards(SPEC, 1), waits_for_peers=False)
+    loop, later = decodes[0].endpoint.driver.loop, Later()
+    rig.wait(0.3)
+    first = rig.request("first", prefills, decodes, 9).start(9)
+    loop.connections._background = later
+    rig.until(lambda: not loop.connections.linked() and bool(later.jobs), "the connection")
+    later.jobs.pop()()
+    rig.until(lambda: bool(loop.connections.linked()) and bool(later.jobs), "the mapping")
+    began = rig.clock()
+    first.landed()
+    assert first.receives[0].report.path == "staged"
+    assert rig.clock() - began <= 0.6 * QUICK.silence_s
+    began = rig.clock()
+    second = rig.request("second", prefills, decodes, 9).start(9).landed()
+    assert second.receives[0].report.path == "staged"
+    assert rig.clock() - began < 0.2 * QUICK.silence_s
+    later.jobs.pop()()
+    third = rig.request("third", prefills, decodes, 9).start(9).landed()
+    assert third.receives[0].report.path == "mapped_pull"
+    rig.quiet()
+
+
+def test_an_impatient_room_shortens_the_wait_of_others() -> None:
+    """An attempt is late once it is for one of them."""
+    links = Links()
+    assert not links.connections.map(links.epoch, 10.0)
+    links.clock.advance(1.0)
+    assert not links.connections.map(links.epoch, 2.0)
+    assert not links.connections.map(links.epoch, 20.0)
+    links.clock.advance(1.9)
+    assert links.mapped() == []
+    links.clock.advance(0.1)
+    assert links.mapped() == [links.epoch]
+    assert "were not ready in 2 s" in links.connections.mapping(links.epoch).refused
+    links.run()
+    assert links.mapped() == [links.epoch]
+    assert links.connections.map(links.epoch)
+    assert links.connections.mapping(links.epoch).pool is links.pool
+
+
+class One(Slow):
+    """It maps only the first peer that is asked for."""
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        return "on another host" if self.maps and peer not in self.maps else super().unmappable(peer, regions, device)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mapped_pull"])
+def test_only_ranks_that_send_rows_here_are_mapped(strategy: str) -> None:
+    """The others need not be: whether they could be changes nothing."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills = rig.prefill(tp_shards(SPEC, 2))
+    memory = Memory(transport=One)
+    decodes = rig.decode(tp_shards(SPEC, 2), memory=memory, waits_for_peers=False, strategy=strategy)
+    request = rig.request("room", prefills, decodes, 9).start(9).landed()
+    assert [handle.report.path for handle in request.receives] == ["mapped_pull"] * 2
+    mapped = [set(one.transport.maps) for one in decodes if isinstance(one.transport, One)]
+    assert [len(of) for of in mapped] == [1, 1]
+    assert mapped[0] != mapped[1]
+    rig.quiet()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mapped_pull"])
+def test_a_rank_that_sends_rows_and_cannot_be_mapped_bars_the_path(strategy: str) -> None:
+    """Of several that send, all are needed."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills = rig.prefill(tp_shards(SPEC, 2))
+    memory = Memory(transport=One)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, waits_for_peers=False, strategy=strategy)
+    request = rig.request("room", prefills, decodes, 9).start(9)
+    if strategy == "auto":
+        assert request.landed().receives[0].report.path == "staged"
+    else:
+        assert "path 'mapped_pull' cannot: on another host" in str(request.failed().receives[0].error)
+    rig.quiet()

@@ -8,7 +8,8 @@ The ranks of an instance whose links were dropped are dialled at the addresses t
 is not asked. If one of them does not answer there, or another one does, the rendezvous is asked after all. While a room
 waits here, the ranks that are connected are in use: none loses its link before the last one is connected.
 
-Where a path pulls, the pools of the ranks are mapped for the first room that may use it. Rooms wait here for that too.
+Where a path pulls, the pools of ranks are mapped for the first room that reads them. Rooms wait here for that too, see
+:class:`.sources.PullSources`.
 
 Every method that may let rooms leave returns them. The caller checks that they are still open.
 """
@@ -28,6 +29,7 @@ from ..runtime.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
 from ..runtime.event_loop import EventLoop
 from ..runtime.handshake import RemoteEndpoint
 from .room import DecodeRoom
+from .sources import PullSources
 
 
 @frozen
@@ -62,7 +64,7 @@ class PrefillInstance:
         held: ranks that are in use for them.
         returning: ranks whose links were dropped are dialled at the addresses that were known.
         moved: one of them was not found there; the rendezvous is asked for the rooms that wait.
-        mapping: all are connected, and the pools of some are still being mapped.
+        mapping: all are connected, and pools that rooms read are still being mapped.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -86,8 +88,9 @@ class PrefillInstance:
 class Discovery:
     """Instances that rooms wait for; everything here runs on the endpoint's thread."""
 
-    def __init__(self, loop: EventLoop) -> None:
+    def __init__(self, loop: EventLoop, sources: PullSources) -> None:
         self._loop = loop
+        self._sources = sources
         self._instances: dict[Source, PrefillInstance] = {}
 
     def add(self, room: DecodeRoom) -> Sequence[Outcome]:
@@ -245,15 +248,25 @@ class Discovery:
         ):
             self._ask_after_all(source, instance)
             return []
-        known = [self._loop.ready_to_pull(one) for one in ready if instance.waiting]
-        instance.mapping = not all(known)
+        found = [self._outcome(room, ready) for room in instance.waiting.values()]
+        outcomes = [outcome for outcome in found if outcome is not None]
+        for outcome in outcomes:
+            del instance.waiting[outcome.room.key]
+        instance.mapping = bool(instance.waiting)
         if instance.mapping:
             self._hold(instance)
-            return []
+            return outcomes
         instance.returning = instance.moved = False
-        waiting, instance.waiting = instance.waiting, {}
         self._let_go(instance)
-        return [_checked(room, ready) for room in waiting.values()]
+        return outcomes
+
+    def _outcome(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> Outcome | None:
+        """How a room whose ranks are connected leaves; None: pools that it reads are being mapped."""
+        try:
+            check_ranks(room.source, remotes)
+            return Found(room, remotes) if self._sources.ready(room, remotes) else None
+        except DisaggKVError as exc:
+            return Unreachable(room, exc)
 
     def _with(self, address: str) -> list[tuple[Source, PrefillInstance]]:
         return [(of, one) for of, one in self._instances.items() if one.addresses and address in one.addresses]
@@ -265,14 +278,6 @@ def _named(error: DisaggKVError, source: Source, rank: int | None) -> DisaggKVEr
         return error
     name = f"instance {source.instance!r}"
     return error.about(name if rank is None else f"rank {rank} of {name}", instance=source.instance, rank=rank)
-
-
-def _checked(room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> Outcome:
-    try:
-        check_ranks(room.source, remotes)
-    except DisaggKVError as exc:
-        return Unreachable(room, exc)
-    return Found(room, remotes)
 
 
 def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:

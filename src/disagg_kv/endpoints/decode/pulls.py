@@ -52,12 +52,11 @@ from ...memory import Event, MappedPool, MemoryPool
 from ...planning import PageCopy, PairPlan, Segment, check_tables
 from ...protocol import Pull, Pulled
 from ...protocol.page_runs import tables_from_wire
-from ...strategies import Job, TransferPlanner, pulls_pages
+from ...strategies import Job, TransferPlanner
 from ...trace import Span
 from ..runtime.budget import Budget
 from ..runtime.checksums import compare, layer_sums
 from ..runtime.event_loop import EventLoop
-from ..runtime.handshake import RemoteEndpoint
 from .rate_limit import RateLimiter
 from .room import DecodeRoom
 
@@ -134,40 +133,11 @@ class PullQueue:
         self._pair = pair
         self._pace = pace
         self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
-        names = [(pulls_pages(path), path.name) for path in loop.me.paths]
-        self._pulling, self._others = (tuple(name for of, name in names if of is pulls) for pulls in (True, False))
         self._waiting: deque[tuple[DecodeRoom, Pull]] = deque()
         self._barred: list[tuple[DecodeRoom, Pull]] = []
         self._over: deque[tuple[DecodeRoom, Pulled]] = deque()
         self.running: list[_Pulling] = []
         self.failed: list[_Pulling] = []
-
-    def sources(self, remotes: Sequence[RemoteEndpoint]) -> dict[Rank, MappedPool]:
-        """The pools of prefill ranks as they are mapped here; none, if one that a path may read is not mapped.
-
-        Raises:
-            ConfigurationError: one is not mapped, with the reason, and no other path is left.
-        """
-        found: dict[Rank, MappedPool] = {}
-        for remote in filter(self._loop.pulls_from, remotes):
-            mapping = self._loop.connections.mapping(remote.epoch)
-            if mapping.pool is not None:
-                found[Rank(remote.hello.rank)] = mapping.pool
-            elif not self._others:
-                raise ConfigurationError(f"{remote.name}: path {self._pulling[0]!r} cannot: {mapping.refused}")
-            else:
-                return {}
-        return found
-
-    def barred(self, room: DecodeRoom) -> tuple[str, ...]:
-        """Names of the paths that a room's prefill ranks may not take.
-
-        Where the pages of all of them can be read, that costs less than any path through staging memory. As all know
-        that none takes such a path, its size does not cut what they offer.
-        """
-        if len(room.sources) == len(room.remotes):
-            return self._others
-        return () if room.sources or not self._others else self._pulling
 
     def add(self, room: DecodeRoom, what: Pull) -> None:
         """A writer offers a part."""

@@ -71,6 +71,7 @@ from .receipts import Receipts
 from .room import DecodeRoom
 from .room_bells import RoomBells
 from .scatter import ScatterQueue
+from .sources import PullSources
 
 log = logging.getLogger("disagg_kv")
 
@@ -103,7 +104,8 @@ class DecodeSide:
         self._changes = changes
         self._expectations = PendingExpectations(loop, pool, kernels, exposed, verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
-        self._discovery = Discovery(loop)
+        self._sources = PullSources(loop, self._plans_of)
+        self._discovery = Discovery(loop, self._sources)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
@@ -178,7 +180,7 @@ class DecodeSide:
                 continue
             try:
                 check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
-                room.sources = self._pulls.sources(outcome.remotes)
+                room.sources = self._sources.find(room, outcome.remotes)
             except DisaggKVError as exc:
                 self._handle(room, Cancel(exc))
                 continue
@@ -188,15 +190,19 @@ class DecodeSide:
         """Begin a room with its prefill ranks."""
         room.remotes = remotes
         writers = tuple(r.epoch for r in remotes)
-        if writers not in self._plans:
-            self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
-        room.plans = self._plans[writers]
+        room.plans = self._plans_of(remotes)
         pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
         for epoch in writers:
             self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
-        barred = self._pulls.barred(room)
+        barred = self._sources.barred(room)
         self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred))
+
+    def _plans_of(self, remotes: Sequence[RemoteEndpoint]) -> InstancePlans:
+        writers = tuple(r.epoch for r in remotes)
+        if writers not in self._plans:
+            self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
+        return self._plans[writers]
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""

@@ -10,15 +10,11 @@ from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...ids import Epoch, Rank
 from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
 from ...planning.cache import PlanCache
-from ...protocol.page_runs import ID
+from ...protocol.page_runs import offer_rows
 from ...strategies import AUTO, Job, TransferPlanner, copies_pages, maps_pages, pulls_pages, refusal
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared where the request's length is not known yet."""
-
-OFFER_ROW = 4 * ID
-"""Bytes of an offer that a row takes at most: a page id in each of four groups. Where pages have more rows, more groups
-fit. All writers of a segment cut it alike, so this depends on nothing that may differ between their pools."""
 
 
 @frozen(eq=False)
@@ -178,7 +174,7 @@ def segment_limits(
     else:
         limits = fitted(intake, writer, limits)
     if any(name in known and pulls_pages(known[name]) for name in allowed):
-        return evolve(limits, rows=max(1, offer_bytes // OFFER_ROW))
+        return evolve(limits, rows=offer_rows(offer_bytes))
     return limits
 
 

@@ -34,14 +34,14 @@ from ...planning import (
 )
 from ...protocol import FlowPlan, Options, Transfer, Verify
 from ...protocol.frames import Expect, WireOffer, WirePace, wire_pace
-from ...protocol.page_runs import tables_from_wire, tables_to_wire, total
+from ...protocol.page_runs import OFFER_ROW, tables_from_wire, tables_to_wire, total
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages, pulls_pages
 from ...transports import Bells, Lane
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
 from .lane_rates import LaneRates
-from .path_choice import OFFER_ROW, PathChooser, PathRequest, segment_limits
+from .path_choice import PathChooser, PathRequest, segment_limits
 from .read_pools import ReadPools
 
 Plan = Writes | StagedLayout | PageCopy | WireOffer

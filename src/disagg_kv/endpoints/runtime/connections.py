@@ -43,7 +43,7 @@ OVERDUE_S = 2 * CONNECT_S
 READY_S = 120.0
 """The same for what comes after that: compiling kernels, one peer after the other, and mapping a peer's pool."""
 
-LATE = f"kernels and a mapping for it were not ready in {READY_S:g} s"
+LATE = "kernels and a mapping for it were not ready in {:g} s"
 
 EARLY_BYTES, FRAME_BYTES = 16 << 20, 1024
 """Bytes of frames that wait until their peers are linked, and what each of them counts beside its own bytes. Those
@@ -201,7 +201,7 @@ class Connections:
             self._transport.connect(link.descriptor, CONNECT_S)
             link.lane = lane_of(self._transport, link.peer)
             if self._get_ready is not None:
-                link.until, link.late = self._clock() + READY_S, LATE
+                link.until, link.late = self._clock() + READY_S, LATE.format(READY_S)
                 link.mapping = self._get_ready(link.peer, link.up.hello)
             error = None
         except Exception as exc:
@@ -210,25 +210,27 @@ class Connections:
             self._results.append((link, error, self._clock()))
             self._wake()
 
-    def map(self, epoch: Epoch) -> bool:
+    def map(self, epoch: Epoch, most_s: float = READY_S) -> bool:
         """Have a helper thread map the pool of a linked peer, unless it is; False: the end will be :meth:`mapped`.
 
-        A refusal counts for ``silence_s``, as a failure to connect does.
+        A refusal counts for ``silence_s``, as a failure to connect does. An attempt that takes longer than ``most_s``,
+        from any call on, is a refusal until it returns.
         """
         link, now = self._links[epoch], self._clock()
         refused = link.refused_at is not None and now - link.refused_at < self._options.silence_s
         if link.mapping.pool is not None or refused:
             return True
         if not link.busy:
-            link.busy, link.refused_at = True, None
-            link.until, link.late = now + READY_S, LATE
-            self._due_at = min(self._due_at, link.until)
+            link.busy, link.refused_at, link.until = True, None, inf
             try:
                 self._background.start(partial(self._map, link))
             except Exception as exc:
                 link.busy = False
                 self._refuse(link, text_of(exc), now)
                 return True
+        if now + most_s < link.until:
+            link.until, link.late = now + most_s, LATE.format(most_s)
+            self._due_at = min(self._due_at, link.until)
         return False
 
     def _map(self, link: _Link) -> None:

@@ -51,7 +51,6 @@ from ...protocol.frames import (
     Vote,
 )
 from ...rendezvous import Rendezvous, Source
-from ...strategies import pulls_pages
 from ...trace import Guarded, Observer, Silent, wants_layers
 from ...transports import Home, Lane, PeerEvent, Settled, WriteEnded
 from ...transports.combining import lane_of
@@ -443,18 +442,6 @@ class EventLoop:
             self.side.on_up(self.remotes[up.epoch])
         for take_in in linked.frames:
             self._guard(take_in)
-
-    def ready_to_pull(self, remote: RemoteEndpoint) -> bool:
-        """Whether it is known if kernels here can read a prefill rank's pages; its pool is mapped at the first call.
-
-        False: its rooms wait until the side learns by ``on_mapped`` that it is known.
-        """
-        return not self.pulls_from(remote) or self.connections.map(remote.epoch)
-
-    def pulls_from(self, remote: RemoteEndpoint) -> bool:
-        """Whether both sides know a path by which kernels here read a prefill rank's pages; none of them converts."""
-        pulling = {(path.name, path.version) for path in self.me.paths if pulls_pages(path)}
-        return remote.spec == self.me.site.spec and not pulling.isdisjoint(remote.hello.paths)
 
     def _on_mapped(self, remote: RemoteEndpoint) -> None:
         if refused := self.connections.mapping(remote.epoch).refused:
