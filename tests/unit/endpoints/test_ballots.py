@@ -15,9 +15,10 @@ from disagg_kv.endpoints.decode.ballots import NOTHING, SLOT_BYTES, Ballot
 from disagg_kv.endpoints.decode.bells import BellWatch
 from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.endpoints.runtime.shared_words import HostWords
-from disagg_kv.errors import AbortedError, PeerLostError, TransportError
+from disagg_kv.errors import AbortedError, PeerLostError, RegistrationError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch
+from disagg_kv.memory import Buffer
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport, ShmTransport
 from disagg_kv.transports.bells import SLOT_WORDS, HostBells
@@ -344,6 +345,23 @@ def test_ranks_without_a_board_have_no_words() -> None:
         assert sibling.no_bells == "this rank has no words for other ranks"
     request.send(ROWS)
     settle(rig, request)
+
+
+def test_ranks_that_the_host_gives_no_memory_agree_by_frames() -> None:
+    """They say why, and the endpoint is there all the same."""
+
+    def refuse(self: HostWords, epoch: Epoch, nbytes: int) -> tuple[Buffer, bytes]:
+        raise RegistrationError("memfd_create: not permitted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostWords, "make", refuse)
+        rig, request = scene()
+    for member in request.decodes:
+        (sibling,) = (peer for peer in member.endpoint.peers() if peer.instance == "D")
+        assert sibling.no_bells == "this rank has no words for other ranks: memfd_create: not permitted"
+    request.send(ROWS)
+    settle(rig, request)
+    assert not any(handle.report.bells for handle in request.receives)
 
 
 def test_rooms_one_after_the_other_use_the_same_slot_with_new_values() -> None:

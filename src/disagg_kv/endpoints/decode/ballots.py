@@ -38,7 +38,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from ...errors import DisaggKVError, TransportError, text_of
+from ...errors import DisaggKVError, RegistrationError, TransportError, text_of
 from ...ids import Epoch
 from ...memory import Buffer
 from ...protocol import Hello, RoomKey
@@ -102,12 +102,13 @@ class Ballots:
 
     Args:
         loop: the endpoint's.
-        memory: of this rank's words; None: it has none.
+        own: this rank's words.
     """
 
-    def __init__(self, loop: EventLoop, memory: Buffer | None) -> None:
+    def __init__(self, loop: EventLoop, own: OwnWords) -> None:
         self._loop = loop
-        self._memory = memory
+        self._own = own
+        self._memory = memory = own.memory
         self._words: Sequence[int] = () if memory is None else words_of(memory)
         self._world = len(loop.me.shards)
         self._open: dict[Epoch, tuple[Hello, HostBells]] = {}
@@ -135,8 +136,10 @@ class Ballots:
         life = self._loop.me.life
         if hello.host != life.process.host:
             raise TransportError("ranks of one instance agree by words within one host, and it is on another")
-        if self._memory is None or not hello.words:
-            raise TransportError(f"{'it' if hello.words else 'this rank'} has no words for other ranks")
+        if self._memory is None:
+            raise TransportError(self._own.missing)
+        if not hello.words:
+            raise TransportError("it has no words for other ranks")
         array = life.words.open(Epoch(hello.src), hello.words)
         if _slots(array.buffer) < (1 if hello.rank else self._world - 1):
             raise TransportError(f"{array.buffer.nbytes} bytes are too few words for {self._world} ranks")
@@ -185,16 +188,30 @@ class Ballots:
         )
 
 
-def new_words(me: EndpointInfo, rooms: int) -> tuple[Buffer | None, bytes]:
-    """A rank's words for a number of rooms at a time, and where other ranks find them; None: it needs none.
+@frozen(eq=False)
+class OwnWords:
+    """A rank's words.
 
-    Raises:
-        RegistrationError: the host does not give the memory.
+    Args:
+        memory: of them; None: it has none.
+        place: where other ranks of its instance find them.
+        missing: why it has none.
     """
+
+    memory: Buffer | None = None
+    place: bytes = b""
+    missing: str = "this rank has no words for other ranks"
+
+
+def new_words(me: EndpointInfo, rooms: int) -> OwnWords:
+    """A rank's words for a number of rooms at a time; none, if it needs none, or the host does not give the memory."""
     others = len(me.shards) - 1
     if not others or not rooms:
-        return None, b""
-    return me.life.words.make(me.epoch, rooms * SLOT_BYTES * (others if me.rank == 0 else 1))
+        return OwnWords()
+    try:
+        return OwnWords(*me.life.words.make(me.epoch, rooms * SLOT_BYTES * (others if me.rank == 0 else 1)))
+    except RegistrationError as exc:
+        return OwnWords(missing=f"{OwnWords().missing}: {text_of(exc)}")
 
 
 def _slots(words: Buffer) -> int:

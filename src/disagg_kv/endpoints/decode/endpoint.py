@@ -129,11 +129,11 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
             board, place = new_board(carrier, parts.options.bells if verify == "off" else 0, usable)
             me = parts.info("decode", regions, usable)
-            words, found = new_words(me, parts.options.bells if board is not None else 0)
+            words = new_words(me, parts.options.bells if board is not None else 0)
             me = attrs.evolve(
                 me,
                 bells=place,
-                words=found,
+                words=words.place,
                 ring_region=ring_region,
                 ring_bytes=ring_bytes,
                 lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,

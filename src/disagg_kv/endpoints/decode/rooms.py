@@ -56,7 +56,7 @@ from ..runtime.handshake import RemoteEndpoint
 from ..runtime.peer_registry import HeldMemory
 from ..runtime.silence import Silences
 from ..runtime.spans import room_span
-from .ballots import Ballots
+from .ballots import Ballots, OwnWords
 from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
@@ -94,7 +94,7 @@ class DecodeSide:
         verify: Verify,
         pace: RateLimiter | None,
         board: Buffer | None,
-        words: Buffer | None,
+        words: OwnWords,
     ) -> None:
         self._loop = loop
         self._pool = pool

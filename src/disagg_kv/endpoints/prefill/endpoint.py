@@ -126,7 +126,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
                 mapping = loop.connections.mapping
                 pace, options, lane = throughput.pace, loop.options, loop.lane
-                router = Router(me, pools, chosen, self._schedule, usable, pace, mapping, options, lane)
+                router = Router(me, pools, chosen, self._schedule, usable, pace, mapping, options, lane, loop.clock)
                 self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
                 return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 

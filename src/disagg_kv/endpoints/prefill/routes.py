@@ -102,6 +102,7 @@ class Router:
         mapping: the pool of a decode rank, as it is mapped here.
         options: how many page ids a request may name, and how many bytes of them a frame carries.
         lane: what carries writes to a decode rank.
+        clock: seconds.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Router:
         mapping: Callable[[Epoch], Mapping],
         options: Options,
         lane: Callable[[Epoch], Lane],
+        clock: Callable[[], float],
     ) -> None:
         self._lane = lane
         self._mapping = mapping
@@ -124,7 +126,7 @@ class Router:
         self._strategy = strategy
         self._schedule = schedule
         self._pace = pace
-        self.rates = LaneRates()
+        self.rates = LaneRates(clock)
         self._regions: I32 = np.array(me.regions, np.int32)
         self._chooser = PathChooser(strategy.path, tuple(paths))
         self._plans: dict[Epoch, InstancePlans] = {}

@@ -200,7 +200,7 @@ class PostedWrites:
         post.room.handle.report.write_begins(at)
         self._throughput.crossing((post.room.key, post.transfer.to, post.transfer.segment), at)
         route = post.room.routes[post.transfer.to]
-        self._rates.begins(route.lane, route.mapped is not None, at)
+        self._rates.begins(post.transfer.to, route.lane, route.mapped is not None, at)
 
     def _span(self, name: str, post: Post, stop: float) -> None:
         """A piece of a transfer's work is over."""
@@ -235,8 +235,9 @@ class PostedWrites:
             ended = self._clock()
             post.room.handle.report.write_ends(ended)
             self._span("wire", post, ended)
-            route, nbytes = post.room.routes[post.transfer.to], 0 if post.error is not None else post.transfer.nbytes
-            self._rates.ends(route.lane, route.mapped is not None, ended, post.descriptors, nbytes)
+            to, nbytes = post.transfer.to, 0 if post.error is not None else post.transfer.nbytes
+            route = post.room.routes[to]
+            self._rates.ends(to, route.lane, route.mapped is not None, ended, post.descriptors, nbytes)
         if post.quiet:
             self._unpin(post)
         if post.summing and post.error is None:
