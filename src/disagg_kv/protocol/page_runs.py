@@ -34,7 +34,7 @@ def offer_rows(nbytes: int) -> int:
 
 
 def nameable(rows_per_page: Iterable[int], nbytes: int) -> bool:
-    """Whether an offer of that many bytes names the pages of any segment, in groups whose pages have so many rows."""
+    """Whether an offer of that many bytes names the pages of any segment, in groups with these rows per page."""
     rows = offer_rows(nbytes)
     return sum(1 + (rows + of - 2) // of for of in rows_per_page) * ID <= max(nbytes, OFFER_ROW)
 
