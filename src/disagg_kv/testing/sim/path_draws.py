@@ -51,6 +51,18 @@ def withheld(seed: int, prefills: int) -> tuple[bool, ...]:
     return tuple(not pulls_by_itself(seed) or rng.random() < WITHHELD for _ in range(prefills))
 
 
+def paths_of(seed: int, ranks: int, decode_path: str, draws: random.Random) -> tuple[bool, str, list[str]]:
+    """Whether memory is mapped, decode's path, and the paths from which each prefill instance has one."""
+    maps = draws.random() < 0.7
+    if pulls_by_itself(seed):
+        return draws.random() < MAPPED, "auto", ["auto", "auto", "auto", "staged"]
+    if pulls(seed):
+        return True, PULL, [PULL]
+    if agrees(seed, ranks):
+        return True, "auto", ["mapped", "slice"]
+    return maps, decode_path, ["auto", "staged", *([] if decode_path == "staged" else ["staged", "slice"])]
+
+
 def agrees(seed: int, ranks: int) -> bool:
     """Whether ranks of decode may agree by words in most rooms of the world of a seed."""
     return ranks > 1 and not pulls(seed) and random.Random(f"agrees {seed}").random() < AGREES

@@ -20,7 +20,7 @@ from ...strategies import LayerPipelined
 from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm, while_agreeing, while_pulling
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .path_draws import MAPPED, PULL, agrees, pulls, pulls_by_itself, refused_of, slow_pulls, withheld
+from .path_draws import PULL, agrees, paths_of, pulls, pulls_by_itself, refused_of, slow_pulls, withheld
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -285,7 +285,6 @@ class Scenario:
         lease = slot + 256 * max(p.world for p in prefills)
         slow_kernels = rng.random() < 0.5 or slow_pulls(seed)
         decode_path = rng.choice(("auto", "auto", "staged"))
-        prefill_paths = ["auto", "staged"] if decode_path == "staged" else ["auto", "staged", "staged", "slice"]
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
         conversations: tuple[Conversation, ...] = ()
         if rng.random() < PREFIXES and _keeps(shape):
@@ -311,15 +310,10 @@ class Scenario:
         others = outside(random.Random(f"outside faults {seed}"), allowed, bool(faults))
         selection = "+incremental" if conversations else ""
         draws = random.Random(f"maps {seed}")
-        maps = draws.random() < 0.7
         itself = pulls_by_itself(seed)
+        maps, decode_path, prefill_paths = paths_of(seed, decode.world, decode_path, draws)
         if agrees(seed, decode.world):
-            maps, decode_path, prefill_paths = True, "auto", ["mapped", "slice"]
             options = evolve(options, bells=options.bells or BOARDS[-1])
-        if itself:
-            maps, decode_path, prefill_paths = draws.random() < MAPPED, "auto", ["auto", "auto", "auto", "staged"]
-        elif pulls(seed):
-            maps, decode_path, prefill_paths = True, PULL, [PULL]
         exposing = maps and not itself and decode_path not in ("staged", PULL)
         refused = None if exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
         return cls(
