@@ -14,6 +14,7 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
 from disagg_kv.protocol import Codec, Options, Phase
 from disagg_kv.protocol import frames as f
+from disagg_kv.protocol.page_runs import nameable
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.unit.endpoints.test_forged import Scene
 
@@ -202,6 +203,30 @@ def test_what_one_frame_cannot_carry_is_not_offered() -> None:
         request = scene.request("other", prefills, decodes, 9).start().failed()
     assert "the page tables that one frame can carry" in str(request.sends[0].error)
     scene.quiet()
+
+
+def test_a_cache_of_which_one_frame_may_not_name_a_segment_s_pages_is_staged() -> None:
+    """Where staging is allowed at all, no room fails by the length of an offer."""
+    scene = Rig(SPEC, options=SMALL)
+    prefills = scene.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=1, pages=64))
+    decodes = scene.decode(tp_shards(SPEC, 1), waits_for_peers=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("disagg_kv.protocol.page_runs.OFFER_ROW", 1)
+        request = scene.request("room", prefills, decodes, 9).start().landed()
+    assert request.receives[0].report.path == "staged"
+    request = scene.request("other", prefills, decodes, 9).start().landed()
+    assert request.receives[0].report.path == "mapped_pull"
+    scene.quiet()
+
+
+@pytest.mark.parametrize(
+    ("rows_per_page", "nbytes", "fits"),
+    [([1] * 4, 1 << 18, True), ([1] * 5, 1 << 18, False), ([16] * 5, 1 << 18, True), ([1] * 4, 4, True),
+     ([2] * 4, 32, True), ([1, 1, 1, 2, 2], 32, False)],
+)  # fmt: skip
+def test_the_pages_of_a_segment_that_one_frame_names(rows_per_page: Sequence[int], nbytes: int, fits: bool) -> None:
+    """Page ids in four groups of pages of one row; more groups where pages have more rows."""
+    assert nameable(rows_per_page, nbytes) is fits
 
 
 @pytest.mark.slow
