@@ -9,6 +9,7 @@ from disagg_kv.protocol.frames import WireTable
 from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_ballots as ballots
 from tests.unit.endpoints import test_bells as bells
+from tests.unit.endpoints import test_contradicted_bells as contradicted
 from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_mapping_later as later
@@ -78,13 +79,17 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a link is disconnected while a thread maps a pool through it",
             "endpoints.runtime.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
      partial(later.test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it, returns=False)),
-    (Mutant("bells end a room for the engine alone, where frames have placed its rows before",
-            RECEIVE + "_on_rang", "elif self.state is Receiving.MOVING:", "elif False:"),
-     receiving.test_a_bell_of_rows_that_frames_have_placed_ends_the_room),
+    (Mutant("bells end a room that has leases", RECEIVE + "listens", " and not self.paths", ""),
+     receiving.test_bells_end_no_room_that_has_leases_or_pulls),
+    (Mutant("a notice that contradicts bells fails a room that they have ended",
+            RECEIVE + "_on_concluded", "self.inbound.conclude(",
+            "if any(self.inbound):\n        return\n    self.inbound.conclude("),
+     partial(contradicted.test_the_bell_of_a_single_rank_wins, contradicted.piece)),
     (Mutant("an engine may decide while votes against its room are counted",
             "endpoints.decode.room_bells:RoomBells._offer", "not self._deciding and ", ""),
      ballots.test_an_engine_decides_nothing_while_votes_are_counted),
-    (Mutant("an engine may decide although its rank has doubts", RECEIVE + "listens", " and not self._doubted", ""),
+    (Mutant("an engine may decide although its rank has doubts",
+            "endpoints.decode.room_bells:RoomBells._offer", " and not room.machine.doubted", ""),
      ballots.test_an_engine_decides_nothing_once_its_rank_has_doubts),
     (Mutant("a word of one life is a vote in the next", BALLOTS + "Ballots._pair", "born + generation,", "generation,"),
      ballots.test_the_words_of_another_life_are_no_vote),

@@ -117,7 +117,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a final record stands for the segments of its writer",
            BELLS + "BellWatch._hear_final", "self._unended.remove(line)",
            "self._unended.remove(line)\n    for waits in self._waits.values():\n"
-           "        self._open -= waits.pop(line.rank, None) is not None"),
+           "        self._open -= line.rank in waits\n        waits.discard(line.rank)"),
     Mutant("final records prove that rows have landed",
            BELLS + "BellWatch._listen", "and self._covered()", "and (self._covered() or bool(self._ends))"),
     Mutant("rows are awaited only up to where decode's pages end, whatever the final records say",
@@ -133,6 +133,9 @@ BUGS: Sequence[Mutant] = (
            "self.words[word.slot * SLOT_WORDS]"),
     Mutant("a follower that has voted by a word fails alone",
            DECODE + "_hear", "if watch.taken and room.machine.state", "if ended and room.machine.state"),
+    Mutant("a follower that has doubts does not look for the decision of a rank 0 that it loses",
+           RECEIVE + "listens", "or self.state is Receiving.PLACED)",
+           "or (self.state is Receiving.PLACED and not self.doubted))"),
     Mutant("rank 0 counts a vote against a room that its engine has decided",
            "endpoints.decode.room_bells:RoomBells.deciding", "hold(room)", "pass"),
     Mutant("the page after a run is one too early",
@@ -207,7 +210,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("what was prepared in vain is not given back",
            LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",
-           RECEIVE + "_check_placed", "if not (complete or covered) or self.inbound.scattering:",
+           RECEIVE + "_check_placed", "if not all(w.complete for w in writers) or self.inbound.scattering:",
            "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.PLACED\n"
            "        self._out.append(CastVote(True, ''))\n    if True:"),
     Mutant("a room is judged when all are done, although notices are missing",

@@ -39,9 +39,9 @@ def ring(bells: Iterable[Bell]) -> None:
 
 
 def fence() -> None:
-    """What this thread has stored is visible before what it stores next.
+    """What this thread has stored is visible before what it stores next, and it reads nothing next before now.
 
-    A lock is released, then acquired again. That orders stores on every processor; on x86-64 they are in order.
+    A lock is released, then acquired again. That orders memory on every processor; on x86-64 both are in order.
     """
     order = threading.Lock()
     for _ in range(2):

@@ -222,23 +222,16 @@ class Scattered:
 
 
 @frozen
-class Rang:
-    """A writer's bell of a segment was seen: its part has landed in our pages. A ``ChunkReady`` by another way."""
+class Concluded:
+    """Decode's engine has seen from bells that all awaited rows are in its pages, and the aux data where it wants them.
 
-    peer: Epoch
-    segment: Segment
-
-
-@frozen
-class RangFinal:
-    """A writer's final record was seen: its rows end at ``stop``, ``aux`` are its aux data; it proves nothing of rows.
-
-    What a ``Done`` says by another way, but for the number of segments.
+    Args:
+        segments: how many have rung.
+        nbytes: bytes of these rows.
     """
 
-    peer: Epoch
-    stop: int
-    aux: bytes | None
+    segments: int
+    nbytes: int
 
 
 @frozen

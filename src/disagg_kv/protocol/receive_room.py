@@ -10,8 +10,9 @@ I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair
   segment on exposed pages has no lease, and is scattered only where it is compared. A writer may offer its own pages
   instead: a kernel of this process pulls its part, and only the end of that is the arrival of the part.
 * ``PLACED``: every writer is done, all that it announced has arrived, and the placed rows are exactly those awaited.
-  This rank votes for success. A room with bells waits for no ``Done``: decode's engine may have seen from the bells
-  that all rows are in its pages. It cannot fail alone any more: a doubt becomes a vote against.
+  This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against. ``Concluded`` leads here
+  at once, without a ``Done``: decode's engine has seen from bells that all rows are in its pages. That is final, so no
+  notice that came before can contradict it.
 * ``CLOSED``: every lease is free. The ranks have decided success, or the room failed and no abort is pending.
 * ``DRAINING``: the room has failed, and its memory is not free yet. :mod:`.draining` holds that half, and the rule by
   which every lease comes back, also in a room that succeeds.
@@ -41,6 +42,7 @@ from .base import (
     Awaited,
     Cancel,
     CastVote,
+    Concluded,
     Decided,
     Effect,
     Introduced,
@@ -51,8 +53,6 @@ from .base import (
     Prepare,
     Pull,
     Pulled,
-    Rang,
-    RangFinal,
     Reserve,
     Scatter,
     Scattered,
@@ -121,7 +121,7 @@ class ReceiveRoom(DrainingRoom):
         self._bells: tuple[WireBells, ...] = ()
         self._barred: tuple[str, ...] = ()
         self._stop: int | None = None
-        self._doubted = False
+        self.doubted = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
         """See :meth:`Machine.handle`; a frame of an unknown writer, and any event after the end, is only counted."""
@@ -156,12 +156,11 @@ class ReceiveRoom(DrainingRoom):
     def listens(self) -> tuple[Awaited, Intake] | None:
         """What is awaited, while bells alone can show that it is there; else None.
 
-        Every writer has opened the room, and has named what carries its writes. Also when all has landed, until the
-        ranks agree: bells may show first that all others succeed.
+        Every writer has opened the room, and has named what carries its writes; none has asked for a lease or offered
+        pages. Also when all has landed, until the ranks agree: bells may show first that all others succeed.
         """
-        moving = self.state is Receiving.MOVING and self._claim_by == inf
-        placed = self.state is Receiving.PLACED and not self._doubted
-        if not self._bells or not (moving or placed):
+        moving = self.state is Receiving.MOVING and self._claim_by == inf and not self.paths
+        if not self._bells or not (moving or self.state is Receiving.PLACED):
             return None
         if any(w.lane is None for w in self._writers.values()):
             return None
@@ -372,20 +371,8 @@ class ReceiveRoom(DrainingRoom):
         if w.rank not in part.arrived:
             self._land(w, segment, part, event)
 
-    def _on_rang(self, event: Rang) -> None:
-        """As for ``ChunkReady`` of exposed pages. Nothing is answered, because that frame follows.
-
-        Frames may have placed all rows before the last writer opened the room, from when on bells end it.
-        """
-        w = self._writers[event.peer]
-        part = self._part(w, segment_to_wire(event.segment))
-        if part is not None and w.rank not in part.arrived:
-            self._land(w, event.segment, part, None)
-        elif self.state is Receiving.MOVING:
-            self._check_placed()
-
     def _land(self, w: Writer, segment: Segment, part: InboundSegment, notice: ChunkReady | None) -> None:
-        """A writer's part of a segment is there; ``notice`` None: its bell said so, or it was pulled."""
+        """A writer's part of a segment is there; ``notice`` None: it was pulled."""
         self._arrive(part, w)
         if problem := w.problem:
             self._refuse(w, problem)
@@ -450,24 +437,15 @@ class ReceiveRoom(DrainingRoom):
             self._send(w, AuxTaken(**self._to(w), upto=len(w.aux) if most else event.total))
 
     def _on_done(self, event: Done) -> None:
-        w = self._writer(event)
-        if w.done is None:
-            w.done, w.lane = event, event.lane
-            self._end(w, event.stop)
-
-    def _on_rang_final(self, event: RangFinal) -> None:
-        w = self._writers[event.peer]
-        w.final = event
-        self._end(w, event.stop)
-
-    def _end(self, w: Writer, stop: int) -> None:
-        """How the room ends, from a writer's ``Done`` or final record."""
         assert self._awaited is not None
-        a = self._awaited
+        w, a = self._writer(event), self._awaited
+        if w.done is not None:
+            return
+        w.done, w.lane = event, event.lane
         if problem := w.problem or misplaced([one.stop for one in self._writers.values()], a):
             self._refuse(w, problem)
             return
-        self._stop = stop if a.stop is None else a.stop
+        self._stop = event.stop if a.stop is None else a.stop
         self._check_placed()
 
     def _check_placed(self) -> None:
@@ -478,16 +456,10 @@ class ReceiveRoom(DrainingRoom):
         assert self._awaited is not None
         assert self._intake is not None
         writers = self._writers.values()
-        complete = all(w.complete for w in writers)
-        covered = not complete and self.listens is not None and not any(self.inbound)
-        covered = covered and not (self._awaited.needs_ends and any(w.stop is None for w in writers))
-        if not (complete or covered) or self.inbound.scattering:
+        if not all(w.complete for w in writers) or self.inbound.scattering:
             return
         assert self._stop is not None
-        missing = self.inbound.missing(self._intake, RowRange(self._awaited.start, self._stop))
-        if missing and not complete:
-            return
-        if missing:
+        if missing := self.inbound.missing(self._intake, RowRange(self._awaited.start, self._stop)):
             what = f"{'states of ' if missing[0].state else ''}layers {missing[0].layers}"
             reason = f"{self._name()}: prefill is done, but {what} are not complete"
             self._fail(RemoteProtocolError(reason, instance=self.source))
@@ -499,6 +471,14 @@ class ReceiveRoom(DrainingRoom):
             reason = f"{self._name()}: an aux row is awaited, and prefill gave none"
             self._fail(IntegrityError(reason, instance=self.source))
             return
+        self._succeed()
+
+    def _on_concluded(self, event: Concluded) -> None:
+        """Segments in hand have no lease: else ``listens`` is None, and the engine comes to no conclusion."""
+        self.inbound.conclude(event.segments, event.nbytes)
+        self._succeed()
+
+    def _succeed(self) -> None:
         self._repeat.clear()
         self.state = Receiving.PLACED
         self._out.append(CastVote(True, ""))
@@ -522,7 +502,7 @@ class ReceiveRoom(DrainingRoom):
 
     def _withdraw(self, reason: str) -> None:
         """Vote against a room that this rank has voted for: it fails unless rank 0 has decided."""
-        self._doubted = True
+        self.doubted = True
         self._out.append(CastVote(False, reason))
 
     def _on_tick_placed(self, event: Tick) -> None:
@@ -531,11 +511,11 @@ class ReceiveRoom(DrainingRoom):
             self._withdraw(f"{self._name()}: no agreement within {self._options.total_s:g} s")
 
     def _on_decided(self, event: Decided) -> None:
-        if not event.ok:
+        if not event.ok or self.state is not Receiving.PLACED:
             self._declined = True
-            self._fail(AbortedError(f"{self._name()}: another rank failed: {event.reason}"))
+            why = "the others agree without this rank" if event.ok else f"another rank failed: {event.reason}"
+            self._fail(AbortedError(f"{self._name()}: {why}"))
             return
-        assert self.state is Receiving.PLACED
         for w in self._writers.values():
             self._send(w, Complete(**self._to(w)))
         self.state = Receiving.CLOSED

@@ -8,7 +8,7 @@ from functools import partial
 from attrs import define, field
 
 from ..ids import Epoch, Rank
-from .base import Awaited, RangFinal
+from .base import Awaited
 from .frames import MAX_TABLE, AuxPart, Done
 from .parts import Parts
 
@@ -22,7 +22,6 @@ class Writer:
         opened: it has opened the room: it has sent a frame about it that does not say that the room is parked.
         lane: what carries its writes; None: neither its ``Expected`` nor its ``Done`` has come.
         done: its ``Done``.
-        final: its final record, which it rang.
         drained: it has sent ``Drained``.
         gone: its process has ended, and its last writes have landed.
         lost: it is lost, which is no evidence that it writes nothing more.
@@ -38,7 +37,6 @@ class Writer:
     opened: bool = False
     lane: str | None = None
     done: Done | None = None
-    final: RangFinal | None = None
     drained: bool = False
     gone: bool = False
     lost: bool = False
@@ -73,16 +71,13 @@ class Writer:
     @property
     def stop(self) -> int | None:
         """The row at which it ends the room; None: it has not said that."""
-        last = self.done or self.final
-        return None if last is None else last.stop
+        return None if self.done is None else self.done.stop
 
     @property
     def problem(self) -> str | None:
         """What it did that contradicts its ``Done``; None: nothing does."""
         if self.done is None:
             return None
-        if self.final is not None and self.final.stop != self.done.stop:
-            return f"is done at row {self.done.stop}, and its final record said {self.final.stop}"
         if len(self.aux) != self.aux_total:
             return f"is done after {len(self.aux)} of {self.aux_total} aux bytes"
         if self.arrived > self.done.segments:
@@ -91,9 +86,7 @@ class Writer:
 
     @property
     def results(self) -> bytes | None:
-        """All of its aux data, once it is done or has rung its final record; None: it sends none."""
-        if self.final is not None:
-            return self.final.aux
+        """All of its aux data, once it is done; None: it sends none."""
         if self.aux_total:
             return bytes(self.aux)
         return None if self.done is None else self.done.aux

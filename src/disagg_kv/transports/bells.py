@@ -129,7 +129,10 @@ class HostBells:
 def heard(words: Sequence[int], slot: int, value: int) -> Record | None:
     """The record of a slot that was rung with this value; None: it was not."""
     at = slot * SLOT_WORDS
-    if words[at] != value or words[at + 6] != value:
+    if words[at] != value:
+        return None
+    fence()
+    if words[at + 6] != value:
         return None
     return words[at + 1], words[at + 2], words[at + 3], words[at + 4], words[at + 5]
 
@@ -146,6 +149,7 @@ def heard_final(words: memoryview, slot: int, value: int) -> Final | None:
             return None
         at = (slot + 1) * SLOT_WORDS * WORD
         aux = bytes(words.cast("B")[at : at + length])
+    fence()
     if words[slot * SLOT_WORDS] != value or total != _sum(value, stop, aux or b""):
         return None
     return stop, aux

@@ -296,8 +296,10 @@ def test_an_engine_decides_nothing_once_its_rank_has_doubts() -> None:
     """Between the event and the vote against the room that follows from it."""
     _, request = scene()
     send(request)
-    for _ in range(3):  # rank 0's rows are placed by frames, and the room waits for the other rank
+    request.finish()
+    for _ in range(4):  # rank 0's rows are placed by frames, and the room waits for the other rank
         step(request, 0)
+        request.prefills[0].endpoint.driver.step()
     assert look(request, 1) is Phase.MOVING
     request.receives[0].abort("doubts")
     side, seen = request.decodes[0].endpoint.driver.loop.side, list[Phase]()

@@ -18,6 +18,7 @@ from disagg_kv.planning import Intake, Segment
 from disagg_kv.protocol import (
     Cancel,
     CastVote,
+    Concluded,
     Decided,
     Effect,
     Free,
@@ -26,7 +27,6 @@ from disagg_kv.protocol import (
     Phase,
     Prepare,
     Quarantine,
-    Rang,
     Receiving,
     Reserve,
     RoomFrame,
@@ -131,16 +131,45 @@ def test_bells_end_a_room_once_each_writer_has_said_what_carries_its_writes() ->
     assert room.machine.listens is not None
 
 
-def test_a_bell_of_rows_that_frames_have_placed_ends_the_room() -> None:
-    """The last writer has opened the room since: decode's engine may have seen the end from these bells."""
+def belled() -> Room:
+    """A room that bells may end."""
     room = Room(exposed=True, begun=False)
     room.say(room.awaited, evolve(room.introduced, bells=((0, 32, 1), (32, 32, 33))))
-    room.say(Expected(**head(0), parked=False, lane="shm"))
-    room.say(*(chunk(rank, segment, None) for segment in (A, B) for rank in (0, 1)))
-    room.say(Expected(**head(1), parked=False, lane="shm"))
+    room.say(*(Expected(**head(rank), parked=False, lane="shm") for rank in (0, 1)))
+    assert room.machine.listens is not None
+    return room
+
+
+@pytest.mark.parametrize(
+    "before",
+    [(), (chunk(0, A, None),), (chunk(0, Segment(0, 2, 0, 1), None),), (done(0, 1), done(1, 0))],
+    ids=["nothing", "a part", "an overlap", "a wrong end"],
+)
+def test_no_frame_contradicts_what_the_engine_has_concluded(before: tuple[RoomFrame, ...]) -> None:
+    """Neither one that has come before nor one that follows, whatever it says."""
+    room = belled()
+    room.say(*before)
     assert state_of(room) is Receiving.MOVING
-    room.say(Rang(P[0], A))
-    assert state_of(room) is Receiving.PLACED
+    assert [one for one in room.say(Concluded(2, 4096)) if isinstance(one, CastVote)] == [CastVote(True, "")]
+    assert (state_of(room), list(room.machine.inbound)) == (Receiving.PLACED, [])
+    assert (room.machine.inbound.segments_placed, room.machine.inbound.bytes_placed) == (2, 4096)
+    room.say(chunk(0, B, None), chunk(1, Segment(0, 3, 0, 2), None), done(0, 7), request(1))
+    room.say(Decided(True, ""))
+    assert (state_of(room), room.machine.phase) == (Receiving.CLOSED, Phase.DONE)
+
+
+def test_bells_end_no_room_that_has_leases_or_pulls() -> None:
+    """Their kernels would write into pages that the engine takes for complete."""
+    room = belled()
+    room.say(request(0))
+    assert room.machine.listens is None
+
+
+def test_an_agreement_without_this_rank_fails_the_room() -> None:
+    """Another rank is wrong, and other rooms go on."""
+    room = Room()
+    room.say(Decided(True, ""))
+    assert "without this rank" in str(room.machine.error)
 
 
 def test_frames_of_strangers_and_frames_before_the_beginning_only_count() -> None:

@@ -16,6 +16,7 @@ from disagg_kv.protocol import (
     AskAgain,
     Awaited,
     Cancel,
+    Concluded,
     Decided,
     Disarmed,
     Finished,
@@ -28,8 +29,6 @@ from disagg_kv.protocol import (
     Options,
     Pulled,
     Quiet,
-    Rang,
-    RangFinal,
     Readiness,
     ReceiveRoom,
     Receiving,
@@ -70,12 +69,15 @@ HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
     Receiving.OPENED: (
-        {Leased, Scattered, Pulled, Rang, RangFinal},
+        {Leased, Scattered, Pulled, Concluded},
         "nothing was asked of the ring, the kernels or the writers",
     ),
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
-    Receiving.PLACED: ({Awaited, Introduced, Leased, Scattered, Pulled}, "no segment is left that waits for anything"),
-    Receiving.DRAINING: (set(), ""),
+    Receiving.PLACED: (
+        {Awaited, Introduced, Leased, Scattered, Pulled, Concluded},
+        "no segment is left that waits for anything",
+    ),
+    Receiving.DRAINING: ({Concluded}, "the endpoint's thread takes the engine's claim before it fails a room"),
     Sending.MOVING: (
         {Quiet, Decided},
         "a write that is not quiet has failed the flow; success needs every flow complete",
@@ -92,7 +94,7 @@ SIDES = [
     pytest.param(
         RECEIVING,
         Receiving,
-        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Rang, RangFinal, Scattered, Pulled, Decided},
+        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Concluded, Scattered, Pulled, Decided},
         id="decode",
     ),
     pytest.param(

@@ -4,8 +4,8 @@ Theory of operation
 ===================
 
 Prefill's frames reach decode's engine by way of the endpoint's thread. Bells do not: ``Receiver.poll`` and
-``Reception.phase`` read the words themselves, on the engine's thread. :class:`BellWatch` counts what rang by the
-rules of the room's machine, in accounts of its own. Once the segments that rang are exactly the awaited rows, the
+``Reception.phase`` read the words themselves, on the engine's thread. :class:`BellWatch` counts what rang in accounts
+of its own. Once the segments that rang are exactly the awaited rows, the
 room is ``DONE`` for the engine of the only rank of an instance; :mod:`.ballots` says how several ranks agree then. The
 endpoint's thread gets a command to do its bookkeeping::
 
@@ -15,13 +15,14 @@ endpoint's thread gets a command to do its bookkeeping::
                                                      take the claim; the room is DONE
 
     hold: the claim is taken, so the engine has
-    seen the end: handle the same bells, and then
-    handle the event, which comes too late
+    seen the end: follow it, and then handle the
+    event, which comes too late
 
 Only claims are shared: each can be taken once. So an event that fails the room comes before the engine's conclusion or
-after it, and the engine never sees another outcome later. On the endpoint's thread a bell is the event
-:class:`~disagg_kv.protocol.Rang`, whose transition is that of ``ChunkReady``. A final record is the event
-:class:`~disagg_kv.protocol.RangFinal`, whose transition is that of ``Done``.
+after it, and the engine never sees another outcome later. On the endpoint's thread a conclusion is the event
+:class:`~disagg_kv.protocol.Concluded`. The room's machine knows frames alone, and they may contradict the bells where a
+prefill rank is wrong. So that event cannot fail: what a claim was taken for has happened. The engine comes to no
+conclusion about a room that has leases or pulls, since their kernels would write into pages that it takes for complete.
 
 Where decode does not know the end of the room, or awaits aux data, the final records of all writers are needed. The aux
 data are stored before the claim is taken, so the engine never sees the room done without them. A store that fails
@@ -50,7 +51,7 @@ from ...geometry import Coverage
 from ...ids import Epoch, Rank
 from ...memory import Buffer
 from ...planning import Intake, RowRange, Segment
-from ...protocol import Awaited, Rang, RangFinal
+from ...protocol import Awaited
 from ...protocol.frames import WireBells
 from ...protocol.inbound import check_place
 from ...protocol.machine import corners
@@ -144,7 +145,6 @@ class _Line:
     """One writer's bells of a room: the next slot to be read, how many are left, and the value; the final record's."""
 
     rank: Rank
-    epoch: Epoch
     slot: int
     left: int
     value: int
@@ -169,7 +169,6 @@ class BellWatch:
     Args:
         board: its words.
         bells: by rank of the writers.
-        writers: their lives, by rank.
         awaited: by the engine.
         intake: what comes from each writer.
         store: puts aux data where the engine wants them; None: it wants none.
@@ -179,7 +178,6 @@ class BellWatch:
         self,
         board: BellBoard,
         bells: Sequence[WireBells],
-        writers: Sequence[Epoch],
         awaited: Awaited,
         intake: Intake,
         store: Callable[[bytes], None] | None,
@@ -188,19 +186,18 @@ class BellWatch:
         self._awaited = awaited
         self._intake = intake
         self._store = store
-        self._lines = [_Line(Rank(i), epoch, *bell) for i, (epoch, bell) in enumerate(zip(writers, bells, strict=True))]
+        self._lines = [_Line(Rank(rank), *bell) for rank, bell in enumerate(bells)]
         self._unended = list(self._lines) if awaited.needs_ends else []
         self._ends: dict[Rank, Final] = {}
         self._aux: bytes | None = None
-        self._waits: dict[Record, dict[Rank, Rang]] = {}
-        self._whole: dict[Record, dict[Rank, Rang]] = {}
+        self._waits: dict[Record, set[Rank]] = {}
+        self._whole: dict[Record, set[Rank]] = {}
         self._claimed: dict[bool, Coverage] | None = None
         self._open = 0
         self._claims: tuple[_Claim, ...] = ()
         self._void = self._all = self._looking = self.voted = False
         self.ballot: Ballot | None = None
         self.taken = 0
-        self.heard: list[Rang | RangFinal] = []
         self._need(awaited.stop)
 
     # Endpoint's thread.
@@ -282,15 +279,14 @@ class BellWatch:
         waits = self._waits.get(record)
         if waits is None:
             waits = self._admit(record)
-        rang = waits.pop(line.rank, None)
-        if rang is None:
+        if line.rank not in waits:
             self._void = True  # the frame says the same, and the room fails by it with the reason
             return
+        waits.remove(line.rank)
         self._open -= 1
-        self.heard.append(rang)
 
-    def _admit(self, record: Record) -> dict[Rank, Rang]:
-        """By writer the bells of a segment of which none has rung before; empty: it cannot be."""
+    def _admit(self, record: Record) -> set[Rank]:
+        """Who rings for a segment of which no bell has rung before; empty: it cannot be."""
         waits = self._whole.pop(record, None)
         if waits is None:
             waits = self._piece(Segment(*record[:4], state=record[4] != 0))
@@ -298,7 +294,7 @@ class BellWatch:
         self._open += len(waits)
         return waits
 
-    def _piece(self, segment: Segment) -> dict[Rank, Rang]:
+    def _piece(self, segment: Segment) -> set[Rank]:
         """A segment that is not all of what is awaited of its layers: from now on it matters which cells have come."""
         if self._claimed is None:
             self._whole.clear()
@@ -308,19 +304,15 @@ class BellWatch:
         try:
             check_place(segment, self._intake, self._span)
             if self._claimed[segment.state].overlaps(*corners(segment)):
-                return {}
+                return set()
             self._claimed[segment.state].add(*corners(segment))
-            return self._bells_of(segment)
+            return set(self._intake.writers(segment))
         except DisaggKVError:
-            return {}
-
-    def _bells_of(self, segment: Segment) -> dict[Rank, Rang]:
-        return {rank: Rang(self._lines[rank].epoch, segment) for rank in self._intake.writers(segment)}
+            return set()
 
     def _hear_final(self, line: _Line, final: Final) -> None:
         self._unended.remove(line)
         self._ends[line.rank] = final
-        self.heard.append(RangFinal(line.epoch, *final))
         if self._unended:
             return
         ends, most = [self._ends[rank] for rank in sorted(self._ends)], self._awaited.aux_bytes
@@ -339,7 +331,7 @@ class BellWatch:
         self._boxes = () if stop is None else intake.needed(RowRange(a.start, stop))
         self._nbytes = sum(nbytes for box in self._boxes for _, nbytes in intake.lease(box)[0].values())
         if not self._waits:
-            self._whole = {box: self._bells_of(box) for box in self._boxes}
+            self._whole = {box: set(self._intake.writers(box)) for box in self._boxes}
 
     def _covered(self) -> bool:
         claimed = self._claimed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,8 @@ from .room import DecodeRoom
 class RoomBells:
     """The bells of all rooms of a decode rank; on the endpoint's thread.
 
+    A rank that has doubts looks for rank 0's decision still, and its engine comes to no conclusion.
+
     ``watched`` are the handles of rooms whose bells the engine's thread reads. It reads them while they change.
 
     Args:
@@ -35,6 +38,7 @@ class RoomBells:
         self._pool = pool
         self._deciding = False
         self.watched: dict[ReceptionHandle, DecodeRoom] = {}
+        self._by_id: defaultdict[RoomId, dict[DecodeRoom, None]] = defaultdict(dict)
 
     def issue(self, room: DecodeRoom) -> tuple[WireBells, ...]:
         """Bells for the prefill ranks of a room; empty: a rank of either side is not near, or slots are missing."""
@@ -53,14 +57,16 @@ class RoomBells:
             return
         if room.watch is None:
             store = None if wanted.aux is None else partial(self._pool.write_aux, wanted.aux)
-            room.watch = BellWatch(self._board, room.bells, machine.writers, *listens, store)
+            room.watch = BellWatch(self._board, room.bells, *listens, store)
             room.handle.watch(room.watch)
             self.watched[room.handle] = room
+            self._by_id[room.key.room][room] = None
         self._offer(room, room.watch)
 
     def _offer(self, room: DecodeRoom, watch: BellWatch) -> None:
         ballot = watch.ballot or self.ballots.of(room.key)
-        if not self._deciding and ballot is not None and self.ballots.stands(ballot, room.key):
+        may = not self._deciding and not room.machine.doubted
+        if may and ballot is not None and self.ballots.stands(ballot, room.key):
             watch.offer(ballot)
 
     @contextmanager
@@ -80,12 +86,14 @@ class RoomBells:
                 self.follow(room)
 
     def _named(self, name: RoomId | None) -> list[DecodeRoom]:
-        return [room for room in self.watched.values() if name is None or room.key.room == name]
+        return list(self.watched.values() if name is None else self._by_id.get(name, ()))
 
     def _drop(self, room: DecodeRoom) -> None:
         room.watch = None
         room.handle.watch(None)
-        self.watched.pop(room.handle, None)
+        del self.watched[room.handle], self._by_id[room.key.room][room]
+        if not self._by_id[room.key.room]:
+            del self._by_id[room.key.room]
 
     def ended(self, room: DecodeRoom) -> None:
         """A room is forgotten."""
@@ -109,5 +117,6 @@ class RoomBells:
             assert room.handle.state[0] is not Phase.DONE or room.machine.error is None, "an outcome has changed"
         watched = [room for room in rooms if room.watch is not None]
         assert set(self.watched) == {room.handle for room in watched}
+        assert {room for same in self._by_id.values() for room in same} == set(watched)
         if self._board is not None:
             self._board.check_integrity([bell for room in rooms for bell in room.bells])

@@ -17,6 +17,7 @@ from ...protocol import (
     AskAgain,
     Cancel,
     CastVote,
+    Concluded,
     Decided,
     Effect,
     Free,
@@ -344,10 +345,8 @@ class DecodeSide:
         """
         ended = not watch.hold()
         if watch.taken and room.machine.state is Receiving.MOVING:
-            for rang in watch.heard:
-                effects = room.machine.handle(rang, self._loop.now)
-                self._apply(room, [effect for effect in effects if not isinstance(effect, Store)])
-        if ended and room.machine.state is Receiving.PLACED:
+            self._apply(room, room.machine.handle(Concluded(*watch.placed), self._loop.now))
+        if ended:
             self._loop.agree(self._loop.agreement.succeed(room.key, self._loop.now))
             self._apply(room, room.machine.handle(Decided(True, ""), self._loop.now))
 

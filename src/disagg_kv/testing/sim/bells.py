@@ -9,7 +9,7 @@ from attrs import frozen
 from ...errors import TransportError
 from ...ids import Epoch
 from ...memory import Bell, Buffer, new_buffer
-from ...transports.bells import SLOT_WORDS, HostBells, Record, words_of
+from ...transports.bells import SLOT_WORDS, HostBells, Record, heard, words_of
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
@@ -64,6 +64,14 @@ class SimBells(HostBells):
 
 class SimArray(SimBells):
     """The words of another rank, whose engine reads them some time later."""
+
+    def _store(self, slot: int, value: int) -> None:
+        super()._store(slot, value)
+        there = self._there
+        if heard(self._board, slot, value) is None:
+            there.decisions.pop(slot, None)
+        elif self._here.rank == 0 and there.decisions.get(slot, (0, 0.0))[0] != value:
+            there.decisions[slot] = value, there.clock()
 
     def _notice(self, there: SimProcess) -> None:
         world = self._world

@@ -31,7 +31,7 @@ from .cluster import Cluster
 from .fault import FaultClass, survives
 from .kind import Kind
 from .memory_holders import check_holders
-from .node import SimNode
+from .node import LIFE_NS, SimNode
 from .outages import POLL_S
 from .path_draws import PULL
 from .rooms import Entry
@@ -101,10 +101,20 @@ class Checks:
             self._refused(entry, error)
         if phase is Phase.FAILED:
             self._reason(entry, error)
+            self._undecided(entry, entry.handle)
         elif entry in entry.room.decode:
             self._bytes(entry)
         else:
             self._decode_succeeds(entry)
+
+    def _undecided(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
+        """I9: a follower of decode fails no room after rank 0's word has said that it has succeeded on all ranks."""
+        room, ended = _room_of(entry), handle.report.ended
+        if room is None or ended is None:
+            return
+        node, value = entry.node, entry.node.life * LIFE_NS + room.key.generation
+        if any(value == word and since < ended for word, since in node.decisions.values()):
+            self._fail("I9", f"{entry.room.name(entry)}: failed after its decision had rung: {handle.error}")
 
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 
 from attrs import define, field, frozen
 
-from ...protocol.base import Finished, Gone, Leased, Rang, RangFinal
+from ...protocol.base import Finished, Gone, Leased
 from ...protocol.frames import AuxTaken
 from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from .fault import EVERY, FaultClass
@@ -60,6 +60,7 @@ MARKS = frozenset(
         "words:a vote waits",
         "words:a vote is withdrawn too late",
         "words:the follower gives up",
+        "words:the follower gives up before rank 0 ends",
         "words:the follower stands still",
         "words:the follower ends",
         "words:rank 0 gives up",
@@ -110,8 +111,6 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
         (Sending.MOVING, Gone),
         (Sending.FINISHED, Gone),
         (Receiving.DRAINING, Leased),
-        (Receiving.DRAINING, Rang),
-        (Receiving.DRAINING, RangFinal),
         (Sending.ABORTING, Finished),
         (Sending.DRAINING, Finished),
     }

@@ -200,6 +200,8 @@ class SimProcess:
         instance, rank, split: its place.
         life: 1 for the first process in this place.
         elsewhere: at an address of its own, not at that of the life before.
+
+    ``decisions``: by slot of its words the value that rank 0 has rung there, and since when, by this process's time.
     """
 
     def __init__(
@@ -243,6 +245,7 @@ class SimProcess:
         self.prepared: set[object] = set()
         self.ring = SimRing(ALIGNMENT)
         self.words: Buffer | None = None
+        self.decisions: dict[int, tuple[int, float]] = {}
         self.offset = 0.0
         self.wake_at = 0.0
         # A later life may be in a process that was there before: only its birth says which is the later one.

@@ -21,6 +21,9 @@ from .node import SimNode
 STRUCK, MOST = 0.3, 3
 """Share of a follower's steps after which one happens, while its vote waits; and how many happen in a world at most."""
 
+SOON_S = (0.0005, 0.002, 0.02, 0.1)
+"""How long rank 0 may go on after a follower that has voted gives up."""
+
 FROZEN_S = (0.3, 2.6, 4.5)
 """How long a rank may stand still. A peer counts as silent after two seconds."""
 
@@ -57,6 +60,9 @@ class WordFaults:
         world.mark("words:a vote waits")
         first = world.instance("decode")[0]
         acts = [*self._acts(node, "the follower", room), *self._acts(first, "rank 0", room)]
+        gives_up, ends = dict(acts).get("the follower gives up"), dict(acts).get("rank 0 ends")
+        if gives_up is not None and ends is not None:
+            acts.append(("the follower gives up before rank 0 ends", partial(self._both, gives_up, ends, first)))
         if acts:
             self._left -= 1
             name, act = self._random.choice(acts)
@@ -90,6 +96,16 @@ class WordFaults:
         if FaultClass.DECODE_CRASH in faults and FaultClass.DECODE_CRASH not in world.hits and not world.healed:
             acts.append((f"{who} ends", partial(self._lose, FaultClass.DECODE_CRASH, node)))
         return acts
+
+    def _both(self, gives_up: Callable[[], object], ends: Callable[[], object], first: SimNode) -> None:
+        """Rank 0 may decide before it counts the vote against the room, and then ends before it answers."""
+        gives_up()
+        self._world.later(self._random.choice(SOON_S), partial(self._end, ends, first))
+
+    def _end(self, ends: Callable[[], object], first: SimNode) -> None:
+        world = self._world
+        if first.alive and not first.paused and not world.calm and FaultClass.DECODE_CRASH not in world.hits:
+            ends()
 
     def _silence(self, node: SimNode) -> None:
         if node.alive and not node.paused:
