@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from disagg_kv.protocol.frames import WireTable
+from tests.support.receive_room import chunk
 from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_ballots as ballots
 from tests.unit.endpoints import test_bells as bells
-from tests.unit.endpoints import test_contradicted_bells as contradicted
 from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_mapping_later as later
@@ -84,7 +84,7 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a notice that contradicts bells fails a room that they have ended",
             RECEIVE + "_on_concluded", "self.inbound.conclude(",
             "if any(self.inbound):\n        return\n    self.inbound.conclude("),
-     partial(contradicted.test_the_bell_of_a_single_rank_wins, contradicted.piece)),
+     partial(receiving.test_no_frame_contradicts_what_the_engine_has_concluded, (chunk(0, lease=None),))),
     (Mutant("an engine may decide while votes against its room are counted",
             "endpoints.decode.room_bells:RoomBells._offer", "not self._deciding and ", ""),
      ballots.test_an_engine_decides_nothing_while_votes_are_counted),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from disagg_kv.endpoints.decode.room import DecodeRoom
+from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.errors import TransportError
 from disagg_kv.ids import RoomId
 from disagg_kv.protocol import Phase, RoomFrame
@@ -147,7 +148,9 @@ def test_rooms_of_one_id_are_found_by_it() -> None:
     """A vote holds the rooms of its id alone."""
     rig, request = scene()
     other = begun(rig, rig.request("other", request.prefills, request.decodes, ROWS))
-    bells = request.decodes[0].endpoint.driver.loop.side.bells
+    side = request.decodes[0].endpoint.driver.loop.side
+    assert isinstance(side, DecodeSide)
+    bells = side.bells
     assert [room.key.room for room in bells._named(request.room)] == [request.room]
     assert len(bells._named(None)) == 2
     assert bells._named(RoomId(b"another")) == []
