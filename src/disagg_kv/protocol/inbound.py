@@ -176,7 +176,7 @@ class InboundSegments:
         del self._segments[segment]
 
     def conclude(self, segments: int, nbytes: int) -> None:
-        """All rows are in our pages, as so many segments and bytes; those in hand have no lease, and are done."""
+        """All rows are in our pages, as a number of segments and bytes; those in hand have no lease, and are done."""
         assert not any(part.asks or part.pulling for part in self._segments.values())
         self._segments.clear()
         self.segments_placed, self.bytes_placed = segments, nbytes

@@ -108,7 +108,7 @@ class Checks:
             self._decode_succeeds(entry)
 
     def _undecided(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
-        """I9: a follower of decode fails no room after rank 0's word has said that it has succeeded on all ranks."""
+        """I9: a follower of decode fails no room after rank 0's word for its success has rung."""
         room, ended = _room_of(entry), handle.report.ended
         if room is None or ended is None:
             return

@@ -37,6 +37,7 @@ class SimBackground:
             self._run(job)
             return
         world.hit(FaultClass.BLOCKED)
+        world.known_at = max(world.known_at, world.now + seconds + 0.01)
         world.later(seconds, partial(self._run, job))
 
     def _run(self, job: Callable[[], None]) -> None:

@@ -55,6 +55,8 @@ class Simulation:
         self.random = random.Random(f"world {scenario.seed}")
         self.now = 0.0
         self.healed = False
+        self.known_at = 0.0
+        """By then processes know of each end, and helper threads have returned."""
         self.hits: Counter[FaultClass] = Counter()
         self.kinds: Counter[Kind] = Counter()
         self.marks: set[str] = set()

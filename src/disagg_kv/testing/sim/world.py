@@ -67,7 +67,6 @@ class World(Cluster):
     def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
         super().__init__(scenario, trace)
         self.events = 0
-        self.known_at = 0.0
         self.bound = scenario.faults_until + max(one.total_s for one in scenario.requests) + SETTLE_S
         self.segments: list[int] = []
         self._check = Checks(self)
