@@ -475,6 +475,7 @@ def test_cells_of_the_tables_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers of ever other shapes cost no memory, and no two parts are taken for each other."""
     monkeypatch.setattr("disagg_kv.planning.cache.KEPT", 2)
+    _views.clear()  # what other tests of this process have asked
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
     instances = [
