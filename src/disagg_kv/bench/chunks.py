@@ -81,7 +81,7 @@ class ChunkedPrefill(PrefillRank):
             stop = min(start + chunk, tokens)
             delivery.send_chunk(stop, [PageTable(KV, self._ids[start // size : -(-stop // size)], start)])
         delivery.finish(tokens)
-        self._until(lambda: delivery.released, SELDOM_S)
+        self._until(lambda: delivery.released, SELDOM_S, busy=self._shape.busy)
         used = time.process_time() - used
         return _with_cpu(self.moved(began), used)
 

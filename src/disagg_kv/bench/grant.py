@@ -234,7 +234,7 @@ class Asker(PrefillRank):
             one.close()
         return granted[1:]
 
-    def _until(self, good: Callable[[], bool], look_s: float = 0.0) -> None:
+    def _until(self, good: Callable[[], bool], look_s: float = 0.0, *, busy: bool = False) -> None:
         """Step the endpoint until the condition holds; the endpoint waits by itself."""
 
         def stepped() -> bool:

@@ -206,7 +206,7 @@ class PrefillRank:
         self._delivery = self._end.open(RoomId(room))
         delivery, shape = self._delivery, self._shape
         # Not busy: helper threads that connect ranks may get no turn beside an engine that never sleeps.
-        wait_until(lambda: delivery.held is not None, delivery, shape.timeout_s, LOOK_S)
+        self._until(lambda: delivery.held is not None)
         if shape.announced:
             self._step = self._end.step({delivery.room: (shape.tokens, [PageTable(KV, self._ids)])})
             time.sleep(GRANTED_S)
@@ -224,7 +224,7 @@ class PrefillRank:
             delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
             self._called = time.monotonic() - began
         delivery.finish(tokens)
-        self._until(lambda: delivery.released, SELDOM_S)
+        self._until(lambda: delivery.released, SELDOM_S, busy=self._shape.busy)
         began = began if queued is None else queued.ended()
         return self.moved(began)
 
@@ -233,8 +233,8 @@ class PrefillRank:
         grants = tuple(one.seconds for one in self._channel.taken())
         return evolve(_moved(self._delivery, began, time.monotonic(), grants), called=self._called)
 
-    def _until(self, good: Callable[[], bool], look_s: float) -> None:
-        _until(good, self._delivery, self._shape, look_s)
+    def _until(self, good: Callable[[], bool], look_s: float = LOOK_S, *, busy: bool = False) -> None:
+        wait_until(good, self._delivery, self._shape.timeout_s, look_s, busy=busy)
 
     def _compute(self, began: float) -> None:
         """A forward pass that takes its time and computes nothing: the rows are there already."""
