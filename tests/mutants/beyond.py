@@ -70,7 +70,7 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a final record whose value changes while it is read counts",
             "transports.bells:heard_final", "words[slot * SLOT_WORDS] != value", "False"),
      finals.test_a_value_that_changes_during_a_look_is_no_record),
-    (Mutant("that aux data cannot be stored is nobody's business",
+    (Mutant("aux data that cannot be stored fail no room",
             BELLS + "BellWatch._stored", "self._void = True\n        return False", "pass"),
      finals.test_what_cannot_be_stored_is_left_to_the_frames),
     (Mutant("aux data that do not fit behind a final record count as a bell that was refused",

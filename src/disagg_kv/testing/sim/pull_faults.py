@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 
 from ...endpoints.decode.inspection import DecodeInspection
-from .cluster import Cluster
+from .aimed_faults import FROZEN_S, AimedFaults
 from .fault import FaultClass
 from .node import SimNode
 from .rooms import Entry
@@ -15,24 +14,11 @@ from .rooms import Entry
 STRUCK, MOST = 0.5, 4
 """Share of decode's steps after which one happens, while a kernel reads; and how many happen in a world at most."""
 
-FROZEN_S = (0.3, 2.6, 4.5)
-"""How long decode may stand still. A peer counts as silent after two seconds."""
 
-
-class PullFaults:
+class PullFaults(AimedFaults):
     """Waits for such kernels, and uses the faults that a scenario has. Its draws do not shift those of others."""
 
-    def __init__(
-        self,
-        world: Cluster,
-        lose: Callable[[FaultClass, SimNode], None],
-        freeze: Callable[[SimNode, tuple[float, ...]], object],
-    ) -> None:
-        self._world = world
-        self._lose = lose
-        self._freeze = freeze
-        self._random = random.Random(f"pull faults {world.scenario.seed}")
-        self._left = MOST
+    name, most = "pull", MOST
 
     def strike(self, node: SimNode) -> None:
         """A process has made a step: a fault may happen before its next one."""

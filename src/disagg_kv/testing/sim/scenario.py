@@ -307,7 +307,6 @@ class Scenario:
         if not conversations and not stuck:
             requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
-        others = outside(random.Random(f"outside faults {seed}"), allowed, bool(faults))
         selection = "+incremental" if conversations else ""
         draws = random.Random(f"maps {seed}")
         itself = pulls_by_itself(seed)
@@ -343,7 +342,7 @@ class Scenario:
             slow_kernels=slow_kernels,
             together=rng.random() < 0.5,
             far=_far(rng, shape) if rng.random() < FAR else None,
-            faults=faults | others,
+            faults=faults | outside(random.Random(f"outside faults {seed}"), allowed, bool(faults)),
             faults_until=2.0 if stuck else rng.choice((0.25, 0.5, 2.0)),
             requests=requests,
             conversations=conversations,

@@ -5,7 +5,6 @@ Beside these, a withdrawn vote may arrive between the decision of rank 0's engin
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +13,7 @@ from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.decode.room import DecodeRoom
 from ...protocol import Codec, Phase
 from ...protocol.frames import Vote
-from .cluster import Cluster
+from .aimed_faults import FROZEN_S, AimedFaults
 from .fault import FaultClass
 from .node import SimNode
 
@@ -24,24 +23,11 @@ STRUCK, MOST = 0.3, 3
 SOON_S = (0.0005, 0.002, 0.02, 0.1)
 """How long rank 0 may go on after a follower that has voted gives up."""
 
-FROZEN_S = (0.3, 2.6, 4.5)
-"""How long a rank may stand still. A peer counts as silent after two seconds."""
 
-
-class WordFaults:
+class WordFaults(AimedFaults):
     """Waits for such votes, and uses the faults that a scenario has. Its draws do not shift those of others."""
 
-    def __init__(
-        self,
-        world: Cluster,
-        lose: Callable[[FaultClass, SimNode], None],
-        freeze: Callable[[SimNode, tuple[float, ...]], object],
-    ) -> None:
-        self._world = world
-        self._lose = lose
-        self._freeze = freeze
-        self._random = random.Random(f"word faults {world.scenario.seed}")
-        self._left = MOST
+    name, most = "word", MOST
 
     def strike(self, node: SimNode) -> None:
         """A process has made a step: a fault may happen before its next one."""
