@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,7 +97,24 @@ def test_choices_by_rates_that_vary_are_few(request: PathRequest, model: CostMod
     for rate in seen:
         costs = evolve(model, measured=MeasuredRates(rounded(rate), None))
         compared.append(chooser.choose(Epoch(b"epoch"), 0, KNOWN, request, costs))
-    assert len({reason for _, reason in compared}) <= 9
+    assert len({choice.reason for choice in compared}) <= 9
+
+
+@given(requests(), costs)
+def test_an_uncut_room_is_mapped_and_names_the_path_that_would_be_chosen(
+    request: PathRequest, model: CostModel
+) -> None:
+    """Where no mapped page can be written, it has no path."""
+    uncut, names = evolve(request, uncut=True), able(request)
+    chooser = PathChooser("auto", PATHS)
+    if "mapped" not in names:
+        with pytest.raises(ConfigurationError):
+            chooser.choose(Epoch(b"epoch"), 0, KNOWN, uncut, model)
+        return
+    bound = chooser.choose(Epoch(b"epoch"), 0, KNOWN, uncut, model)
+    free = chooser.choose(Epoch(b"epoch"), 0, KNOWN, request, model)
+    assert (bound.path.name, bound.free, free.free) == ("mapped", free.path.name, free.path.name)
+    assert (bound.reason == free.reason) is (free.path.name == "mapped")
 
 
 @given(st.floats(1e-3, 1e18))

@@ -7,7 +7,7 @@ import attrs
 from disagg_kv.transports import process
 from tests.support.processes import Cluster, Knobs, Member, Node, Setup
 
-ROOM, TOKENS = b"room", 600
+ROOM, AGAIN, TOKENS = b"room", b"again", 600
 
 
 class Elsewhere(Member):
@@ -22,16 +22,22 @@ def crosses(cluster: Cluster, knobs: Knobs, kind: type[Member]) -> tuple[Node, N
     """One request from a rank of some kind to one of decode, byte for byte, into other pages; both ranks."""
     (prefill,) = cluster.start("prefill", "P", 1, knobs, kind)
     (decode,) = cluster.start("decode", "D", 1, attrs.evolve(knobs, page_size=32, layout="HND"))
-    decode.ask("expect", ROOM, "P", TOKENS)
-    assert decode.ask("wrong", {ROOM: TOKENS}) > 0, "the check of the bytes cannot fail"
-    prefill.ask("begin", ROOM, TOKENS)
-    prefill.ask("send", ROOM, 0, TOKENS // 2, False)
-    prefill.ask("send", ROOM, TOKENS // 2, TOKENS, True)
-    for node in (prefill, decode):
-        look = node.until(ROOM, lambda look: look.released)
-        assert look.phase == "DONE", look
-    assert decode.ask("wrong", {ROOM: TOKENS}) == 0
+    cross(prefill, decode, ROOM)
     return prefill, decode
+
+
+def cross(prefill: Node, decode: Node, *rooms: bytes) -> None:
+    """The last of these requests, in two chunks; the others have crossed before."""
+    room, there = rooms[-1], dict.fromkeys(rooms, TOKENS)
+    decode.ask("expect", room, "P", TOKENS)
+    assert decode.ask("wrong", there) > 0, "the check of the bytes cannot fail"
+    prefill.ask("begin", room, TOKENS)
+    prefill.ask("send", room, 0, TOKENS // 2, False)
+    prefill.ask("send", room, TOKENS // 2, TOKENS, True)
+    for node in (prefill, decode):
+        look = node.until(room, lambda look: look.released)
+        assert look.phase == "DONE", look
+    assert decode.ask("wrong", there) == 0
 
 
 def check_lanes(cluster: Cluster, near: str, far: str, device: str) -> None:
@@ -40,6 +46,11 @@ def check_lanes(cluster: Cluster, near: str, far: str, device: str) -> None:
     look = prefill.ask("look", ROOM)
     assert (look.path, look.lane, look.lane_reason) == ("mapped", near, "the first lane"), look
     assert decode.ask("look", ROOM).lane == near
+    cut = look.segments
+    assert cut > 2, "more than the chunks"
+    cross(prefill, decode, ROOM, AGAIN)
+    look = prefill.ask("look", AGAIN)
+    assert (look.path, look.segments) == ("mapped", cut if device == "cpu" else 2), "decode knows that all copy"
 
 
 def check_far_lane(cluster: Cluster, near: str, far: str, device: str) -> None:

@@ -133,6 +133,7 @@ class Look:
     path: str
     lane: str
     lane_reason: str
+    segments: int
 
 
 @frozen
@@ -379,7 +380,7 @@ class Member:
         handle = self.rooms[room]
         released, phase, error = handle.released, handle.phase, handle.error
         report = handle.report
-        how = report.path, report.lane, report.lane_reason
+        how = report.path, report.lane, report.lane_reason, report.segments
         return Look(phase.name, released, type(error).__name__, str(error), report.nbytes, *how)
 
     def aux(self) -> bytes:

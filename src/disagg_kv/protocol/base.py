@@ -188,7 +188,8 @@ class Introduced:
     """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
 
     ``bells``: by rank, the slots in which it may announce segments; empty: frames alone announce them.
-    ``barred``: names of the paths that cannot serve with these ranks.
+    ``barred``: names of the paths that cannot serve with these ranks. ``uncut``: all of them last chose to
+    copy into mapped pages.
     """
 
     writers: tuple[Epoch, ...]
@@ -196,6 +197,7 @@ class Introduced:
     pace: WirePace | None = None
     bells: tuple[WireBells, ...] = ()
     barred: tuple[str, ...] = ()
+    uncut: bool = False
 
 
 @frozen

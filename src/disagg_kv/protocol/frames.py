@@ -18,7 +18,7 @@ from ..errors import About, RemoteProtocolError
 from ..ids import peer_name
 from .verify import Verify
 
-VERSION = 7
+VERSION = 8
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
@@ -234,7 +234,8 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     ``tables`` are there exactly when pages are exposed, whole or to come in ``TablePart``; ``paths`` are those that
     decode allows; ``verify`` says how much it wants compared. ``pace`` is the last one that a prefill rank sent: all of
     them choose layer groups by it. ``bells`` are slots in which the receiver may announce its segments before its
-    frames do; see :mod:`disagg_kv.transports.bells`.
+    frames do; see :mod:`disagg_kv.transports.bells`. ``uncut``: every prefill rank last chose to copy into mapped
+    pages, and has to do so again: staging memory does not cut what they send.
     """
 
     start: U
@@ -245,6 +246,7 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     verify: Verify = "off"
     pace: WirePace | None = None
     bells: WireBells | None = None
+    uncut: bool = False
 
 
 class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):
@@ -305,7 +307,8 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     """Prefill -> decode: all segments of this rank up to row ``stop`` are written and announced; no write follows.
 
     ``segments`` is their number: notices may be lost, or arrive after this frame. ``aux``: if this rank has any;
-    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost.
+    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost. ``chosen``: the
+    path that this rank would take if nothing had been ``uncut``.
     """
 
     stop: U
@@ -313,6 +316,7 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     pace: WirePace | None = None
     lane: Name = ""
+    chosen: Name = ""
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):

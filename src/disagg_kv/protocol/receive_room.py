@@ -120,6 +120,7 @@ class ReceiveRoom(DrainingRoom):
         self._pace: WirePace | None = None
         self._bells: tuple[WireBells, ...] = ()
         self._barred: tuple[str, ...] = ()
+        self._uncut = False
         self._stop: int | None = None
         self.doubted = False
 
@@ -187,7 +188,7 @@ class ReceiveRoom(DrainingRoom):
         self._intake = event.intake
         self._pace = event.pace
         self._bells = event.bells
-        self._barred = event.barred
+        self._barred, self._uncut = event.barred, event.uncut
         self._introduce(event)
         self._begin()
 
@@ -222,6 +223,7 @@ class ReceiveRoom(DrainingRoom):
             verify=a.verify,
             pace=self._pace,
             bells=self._bells[w.rank] if self._bells else None,
+            uncut=self._uncut and self._exposed,
         )
         self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg_kv.endpoints.prefill.path_choice import segment_limits
+from disagg_kv.endpoints.prefill.path_choice import PathRequest, segment_limits
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
 from disagg_kv.memory import PagedPool
-from disagg_kv.planning import UNLIMITED, InstancePlans, Limits, RowRange
+from disagg_kv.planning import UNLIMITED, InstancePlans, Limits, PairPlan, RowRange
 from disagg_kv.strategies import paths
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
@@ -30,6 +30,8 @@ LIMITS = Limits(4096, 1 << 20, 4)
         (["mapped", "mapped_pull"], "cuda:0", False),
         (["mapped_pull", "staged"], "cuda:0", True),
         ([], "cuda:0", True),
+        (["mapped", "staged", "mapped_pull"], "uncut cuda:0", False),
+        (["mapped", "staged", "mapped_pull"], "uncut cpu", True),
     ],
 )
 def test_only_where_all_writers_copy_into_mapped_pages_of_a_gpu_a_chunk_is_one_segment(
@@ -39,7 +41,9 @@ def test_only_where_all_writers_copy_into_mapped_pages_of_a_gpu_a_chunk_is_one_s
     site = PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4).site
     intake = InstancePlans((shard(SPEC),), site).intake(0).for_rows(RowRange(0, 1000))
     usable = [paths()[name] for name in ("mapped", "mapped_pull", "staged", "direct")]
-    limits = segment_limits(intake, Rank(0), LIMITS, allowed, usable, device, 1 << 18)
+    pair, uncut = PairPlan(site, site, intake.parts[0], RowRange(0, 1000)), device.startswith("uncut ")
+    request = PathRequest(pair, intake, Rank(0), LIMITS, tuple(allowed), True, 0, None, uncut)
+    limits = segment_limits(request, usable, device.removeprefix("uncut "), 1 << 18)
     assert limits.page_rows == 4
     assert (limits.slot_bytes == UNLIMITED.slot_bytes) is not cut
     assert (len(intake.segments(Rank(0), 0, 1000, limits)) == 1) is not cut
@@ -52,7 +56,9 @@ def test_where_decode_may_pull_a_frame_carries_the_page_ids_of_a_segment(allowed
     site = PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4).site
     intake = InstancePlans((shard(SPEC),), site).intake(0).for_rows(RowRange(0, 1 << 20))
     usable = [paths()[name] for name in ("staged", "mapped_pull")]
-    limits = segment_limits(intake, Rank(0), Limits(1 << 30, 1 << 30, 4), allowed, usable, device, 1 << 18)
+    rows, most = RowRange(0, 1 << 20), Limits(1 << 30, 1 << 30, 4)
+    request = PathRequest(PairPlan(site, site, intake.parts[0], rows), intake, Rank(0), most, tuple(allowed), True, 0)
+    limits = segment_limits(request, usable, device, 1 << 18)
     assert limits.rows == 1 << 14
     cut = intake.segments(Rank(0), 0, 1 << 20, limits)
     assert max(segment.rows for segment in cut) <= 1 << 14

@@ -90,6 +90,15 @@ def test_a_room_begins_when_wishes_and_writers_are_known_in_any_order(order: int
     assert room.machine.writers == (P[0], P[1])
 
 
+@pytest.mark.parametrize("exposed", [True, False])
+def test_a_room_is_uncut_where_all_writers_chose_so_and_its_pages_are_exposed(exposed: bool) -> None:
+    """An engine may name too many pages for one room."""
+    room = Room(exposed=exposed, begun=False)
+    out = room.say(room.awaited, evolve(room.introduced, uncut=True))
+    expects = [effect.frame for effect in out if isinstance(effect, Send)]
+    assert [isinstance(frame, Expect) and frame.uncut for frame in expects] == [exposed, exposed]
+
+
 def test_expect_is_repeated_to_each_rank_until_it_is_expected_and_not_only_parked() -> None:
     room = Room()
     room.say(Expected(**head(0), parked=True), Expected(**head(1), parked=False))

@@ -60,6 +60,7 @@ from ..runtime.spans import room_span
 from .ballots import Ballots, OwnWords
 from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
+from .choices import PathChoices
 from .discovery import Discovery, Found, Unreachable
 from .ended import answer_ended
 from .expecting import PendingExpectations
@@ -109,6 +110,7 @@ class DecodeSide:
         self._discovery = Discovery(loop, self._sources)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
+        self._choices = PathChoices(loop.me.paths)
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._pulls = PullQueue(loop, pool, kernels, self._scatters.pair, pace)
         self._receipts = Receipts(loop.send)
@@ -197,7 +199,8 @@ class DecodeSide:
             self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
         barred = self._sources.barred(room)
-        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred))
+        uncut = self._choices.map(writers)
+        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred, uncut))
 
     def _plans_of(self, remotes: Sequence[RemoteEndpoint]) -> InstancePlans:
         writers = tuple(r.epoch for r in remotes)
@@ -244,6 +247,7 @@ class DecodeSide:
     def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
         self._paces.pop(epoch, None)
+        self._choices.forget(epoch)
         for writers in [w for w in self._plans if epoch in w]:
             del self._plans[writers]
 
@@ -263,9 +267,9 @@ class DecodeSide:
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
+        if isinstance(frame, Done):
+            self._learn(epoch, frame)
         if room is not None and epoch in room.machine.writers:
-            if isinstance(frame, Done) and frame.pace is not None:
-                self._paces[epoch] = frame.pace
             try:
                 self._handle(room, frame)
             except RemoteProtocolError as exc:
@@ -276,6 +280,12 @@ class DecodeSide:
             answer_ended(self._loop, self._cancelled, self._receipts, frame)
         else:
             self._loop.observer.count("frames.not_a_writer")
+
+    def _learn(self, epoch: Epoch, done: Done) -> None:
+        """What later rooms ask a prefill rank for; its own room may have ended by bells already."""
+        if done.pace is not None:
+            self._paces[epoch] = done.pace
+        self._choices.chose(epoch, done.chosen)
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -489,6 +499,8 @@ class DecodeSide:
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
+            if machine.error is not None:
+                self._choices.failed(machine.writers)
             if self._loop.observed:
                 span = room_span(room.key.room, room.opened, self._loop.now, report, machine.error)
                 self._loop.observer.span(span)

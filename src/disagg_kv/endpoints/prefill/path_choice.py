@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from attrs import evolve, frozen
 
@@ -30,6 +30,7 @@ class PathRequest:
         exposed: decode's pages are exposed.
         rows: rows of the request, rounded; 0: not known.
         unmapped: why decode's pool is not mapped here; None: it is.
+        uncut: the path has to copy into mapped pages, as it does on all ranks of our instance.
     """
 
     pair: PairPlan
@@ -40,10 +41,27 @@ class PathRequest:
     exposed: bool
     rows: int
     unmapped: str | None = None
+    uncut: bool = False
 
 
-_Question = tuple[int, tuple[str, ...], bool, int, CostModel]
-"""A rotation, the paths that decode allows, whether its pages are exposed, rows, and the costs of the lane."""
+@frozen(eq=False)
+class PathChoice:
+    """The path of a room towards one decode rank.
+
+    Args:
+        path: what carries its rows.
+        reason: one sentence that says why.
+        free: the name of the path that would, if the room were not uncut.
+    """
+
+    path: TransferPlanner
+    reason: str
+    free: str
+
+
+_Question = tuple[int, tuple[str, ...], bool, bool, int, CostModel]
+"""A rotation, the paths that decode allows, whether its pages are exposed, whether the room is uncut, rows, and the
+costs of the lane."""
 
 
 class PathChooser:
@@ -57,7 +75,7 @@ class PathChooser:
     def __init__(self, wanted: str, paths: Sequence[TransferPlanner]) -> None:
         self._wanted = wanted
         self._paths = paths
-        self._chosen: dict[Epoch, PlanCache[_Question, tuple[TransferPlanner, str]]] = {}
+        self._chosen: dict[Epoch, PlanCache[_Question, PathChoice]] = {}
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
@@ -70,8 +88,8 @@ class PathChooser:
         theirs: Sequence[tuple[str, int]],
         request: PathRequest,
         costs: CostModel,
-    ) -> tuple[TransferPlanner, str]:
-        """The path, and one sentence that says why.
+    ) -> PathChoice:
+        """Choose a path.
 
         Args:
             epoch: the decode rank's.
@@ -84,11 +102,16 @@ class PathChooser:
             ConfigurationError: as :func:`choose_path`.
         """
         chosen = self._chosen.setdefault(epoch, PlanCache())
-        key = rotation, request.allowed, request.exposed, request.rows, costs
+        key = rotation, request.allowed, request.exposed, request.uncut, request.rows, costs
         found = chosen.get(key)
         if found is None:
             known = [path for path in self._paths if (path.name, path.version) in theirs]
-            found = chosen.keep(key, choose_path(self._wanted, known, request, costs))
+            path, reason = choose_path(self._wanted, known, request, costs)
+            free = path.name
+            if request.uncut and not maps_pages(path):
+                path, _ = choose_path(self._wanted, list(filter(maps_pages, known)), request, costs)
+                reason = f"{path.name} was chosen by all ranks for a room before, and {free} for the next one"
+            found = chosen.keep(key, PathChoice(path, reason, free))
         return found
 
 
@@ -121,7 +144,8 @@ def choose_path(
             return able[0], f"{wanted} was asked for"
         raise ConfigurationError(f"path {wanted!r} cannot: {refusals.get(wanted, 'decode does not know it')}")
     if not request.pair.parts and able:
-        return able[0], "this rank was not elected to send anything"
+        # Which path hardly matters. Where all choose to copy into mapped pages, the next rooms are not cut.
+        return max(able, key=maps_pages), "this rank was not elected to send anything"
     intake, writer, limits = request.intake, request.writer, fitted(request.intake, request.writer, request.limits)
     segments = intake.segments(writer, 0, request.rows or NOMINAL_ROWS, limits)
     jobs = [Job(request.pair, segment) for segment in segments]
@@ -152,28 +176,20 @@ def fitted(intake: Intake, writer: Rank, limits: Limits) -> Limits:
     return limits
 
 
-def segment_limits(
-    intake: Intake,
-    writer: Rank,
-    limits: Limits,
-    allowed: Collection[str],
-    usable: Iterable[TransferPlanner],
-    device: str,
-    offer_bytes: int,
-) -> Limits:
+def segment_limits(request: PathRequest, usable: Iterable[TransferPlanner], device: str, offer_bytes: int) -> Limits:
     """What cuts a chunk into segments: staging memory, where some writer's bytes may go through it.
 
-    Where decode allows only paths that copy from pages to mapped pages, no writer's bytes do. One segment then costs
-    each side one frame, and the GPU one launch. On a CPU a copy keeps the endpoint's thread, so that it is cut
-    nevertheless. Where decode may pull, ``offer_bytes`` carry the page ids of a segment.
+    Where a room is uncut, or decode allows only paths that copy from pages to mapped pages, no writer's bytes do. One
+    segment then costs each side one frame, and the GPU one launch. On a CPU a copy keeps the endpoint's thread, so that
+    it is cut nevertheless. Where decode may pull, ``offer_bytes`` carry the page ids of a segment.
     """
-    known = {path.name: path for path in usable}
+    known, limits, allowed = {path.name: path for path in usable}, request.limits, request.allowed
     copying = bool(allowed) and all(name in known and copies_pages(known[name]) for name in allowed)
-    if device != "cpu" and copying:
+    if device != "cpu" and (request.uncut or copying):
         limits = evolve(UNLIMITED, page_rows=limits.page_rows)
     else:
-        limits = fitted(intake, writer, limits)
-    if any(name in known and pulls_pages(known[name]) for name in allowed):
+        limits = fitted(request.intake, request.writer, limits)
+    if not request.uncut and any(name in known and pulls_pages(known[name]) for name in allowed):
         return evolve(limits, rows=offer_rows(offer_bytes))
     return limits
 

@@ -178,12 +178,13 @@ class Router:
         exposed, length = frame.tables is not None, self._length(frame)
         mapping = self._mapping(remote.epoch)
         unmapped = mapping.refused if mapping.pool is None else None
-        request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped)
+        request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped, frame.uncut)
         lane = self._lane(remote.epoch)
         maps = unmapped is None or any(path.name in frame.paths for path in filter(pulls_pages, me.paths))
         costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, maps)
         costs = evolve(costs, measured=self.rates.of(lane))
-        path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
+        choice = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
+        path = choice.path
         pulled = pulls_pages(path)
         if not path.exposes_pages and not pulled and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
@@ -192,7 +193,7 @@ class Router:
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
         bells = mapping.bells if path.exposes_pages else None
-        route = Route(remote, path, reason, lane, pool, *known, ring, frame.start, frame.verify, mapped, bells)
+        route = Route(remote, path, choice.reason, lane, pool, *known, ring, frame.start, frame.verify, mapped, bells)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
         plan = FlowPlan(
@@ -201,13 +202,14 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages or pulled,
-            segment_limits(intake, me.rank, limits, frame.paths, me.paths, me.device, self._options.table_part),
+            segment_limits(request, me.paths, me.device, self._options.table_part),
             path.name,
             grouping,
             partial(self._measured, lane),
             None if bells is None else frame.bells,
             lane.name,
             pulled,
+            choice.free,
         )
         return route, plan
 
