@@ -271,6 +271,7 @@ class Rank:
             while (left := until - time.monotonic()) > 0:
                 if busy:
                     run_python(min(left, BUSY_S))
+                    time.sleep(0)
                 else:
                     time.sleep(left)
             at = time.monotonic()

@@ -45,7 +45,7 @@ SELDOM_S = 0.002
 """The same where the end is not measured: each look takes time from the ranks that still work."""
 
 BUSY_S = 0.001
-"""Seconds for which an engine thread that is busy keeps the interpreter."""
+"""Seconds of Python code between two looks whether an engine thread has waited for too long."""
 
 ALONE = 8
 """Steps of a decode rank before each transfer."""
@@ -479,7 +479,7 @@ def wait_until(
 ) -> None:
     """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time.
 
-    ``busy``: look all the time, in Python, and give the interpreter away once in :data:`BUSY_S`.
+    ``busy``: look all the time, in Python.
     """
     until = time.monotonic() + timeout_s
     while not good():
@@ -496,15 +496,15 @@ def wait_until(
 
 
 def run_python(seconds: float, good: Callable[[], bool] = lambda: False) -> None:
-    """Run Python code, as an engine does, and then release the interpreter once, as a kernel launch does.
+    """Run Python code, as an engine does, until it is ``good``; other threads get the interpreter when they ask for it.
 
-    It returns at once when it is ``good``.
+    It is not given away in between: who gives it away for instants, more often than once in a switch interval, may keep
+    all others out, as each instant begins their wait anew (CPython's ``take_gil``).
     """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if good():
             return
-    time.sleep(0)
 
 
 def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, ...] = ()) -> Moved:
