@@ -58,6 +58,10 @@ INJECTED = (
     "the handling of an error failed",
 )
 """What the simulator's own faults say."""
+
+DELAYS = frozenset({FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.MAPPING})
+"""Faults that delay what comes before decode asks for a room."""
+
 UNTOLD = (
     FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION, FaultClass.CLOG, FaultClass.TRUNCATED, FaultClass.PAUSE,
     FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.POLL, FaultClass.BROKEN,
@@ -118,8 +122,10 @@ class Checks:
 
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world
-        # Look-ups and connections that are slow one after the other may take longer than decode has to ask.
-        late = FaultClass.RENDEZVOUS in world.hits and FaultClass.BLOCKED in world.hits and "claim_s" in str(error)
+        # What is slow one after the other may take longer than decode has to ask.
+        late = len(DELAYS & world.hits.keys()) > 1 and "claim_s" in str(error)
+        # Prefill takes no frames of a peer before its pool is mapped; where decode knows no other path, it waits too.
+        late = late or (FaultClass.MAPPING in world.hits and world.scenario.decode_waits)
         served = not entry.room.again and not entry.room.plan.unmet and entry.room.plan.source != world.scenario.refused
         if survives(world.scenario.faults) and served and not late:
             self._fail(
@@ -309,6 +315,8 @@ class Checks:
         if entry in entry.room.decode:
             if pulled and not scenario.decode_waits:
                 self._world.mark("auto:decode pulls")
+            if not pulled and not scenario.decode_waits and entry.opened < node.mapped_at and handle.error is None:
+                self._world.mark("mapping:another path meanwhile")
             if node.exposes and not scenario.decode_waits:
                 self._fail("I5", f"{entry.room.name(entry)}: pages are exposed, and the engine waits for no peer")
         elif pulled and not scenario.prefill_waits[scenario.source_of(node.index)]:

@@ -16,6 +16,9 @@ from .simulation import SimProcess, Simulation
 BLOCKED_S = (0.0, 0.01, 0.1, 0.2)
 """How long a call on a helper thread takes."""
 
+MAPPING_S = (0.3, 0.7, 1.2, 2.4, 6.0)
+"""How long one takes that maps a pool: less than half the silence of an endpoint, up to longer than most rooms live."""
+
 
 class SimBackground:
     """Helper threads of one process; satisfies :class:`~disagg_kv.endpoints.runtime.background.Background`."""
@@ -32,13 +35,27 @@ class SimBackground:
             raise RuntimeError("sim: can't start new thread")
         if self._asks and world.outside.happens(FaultClass.NO_ANSWER, 0.4):
             return
-        seconds = world.outside.random.choice(BLOCKED_S) if FaultClass.BLOCKED in world.scenario.faults else 0.0
+        seconds = self._seconds()
         if not seconds:
             self._run(job)
             return
-        world.hit(FaultClass.BLOCKED)
         world.known_at = max(world.known_at, world.now + seconds + 0.01)
         world.later(seconds, partial(self._run, job))
+
+    def _seconds(self) -> float:
+        """How long it is until a job has returned."""
+        world, process = self._world, self._process
+        if process.maps and not self._asks and world.outside.happens(FaultClass.MAPPING, 0.7):
+            world.mark(f"mapping:{process.side} waits")
+            seconds = world.outside.helping.choice(MAPPING_S)
+            process.mapped_at = max(process.mapped_at, world.now + seconds)
+            return seconds
+        if FaultClass.BLOCKED not in world.scenario.faults:
+            return 0.0
+        seconds = world.outside.random.choice(BLOCKED_S)
+        if seconds:
+            world.hit(FaultClass.BLOCKED)
+        return seconds
 
     def _run(self, job: Callable[[], None]) -> None:
         process = self._process

@@ -52,6 +52,7 @@ class FaultClass(Enum):
     NO_THREAD = "a thread for a look-up or a connection cannot be started"
     NO_ANSWER = "a look-up never returns"
     STUCK = "a transport's disconnect raises"
+    MAPPING = "mapping a peer's pool takes longer than a room waits for it, or than it lives"
     BELL = "a bell rings late, twice or never, or an old value is in its place"
 
 
@@ -99,7 +100,16 @@ OUTSIDE: Mapping[FaultClass, float] = {
 }
 """Faults of what an endpoint is given, with their rates. They are drawn beside the others."""
 
-BESIDE = frozenset({FaultClass.NO_THREAD, FaultClass.NO_ANSWER, FaultClass.STUCK, FaultClass.REUSED, FaultClass.BELL})
+BESIDE = frozenset(
+    {
+        FaultClass.NO_THREAD,
+        FaultClass.NO_ANSWER,
+        FaultClass.STUCK,
+        FaultClass.REUSED,
+        FaultClass.BELL,
+        FaultClass.MAPPING,
+    }
+)
 """Those that are drawn only here."""
 
 HARMLESS = frozenset(
@@ -111,9 +121,11 @@ HARMLESS = frozenset(
         FaultClass.STUCK,
         FaultClass.REUSED,
         FaultClass.BELL,
+        FaultClass.MAPPING,
     }
 )
-"""Those of them that no request may fail for, whose id is used once."""
+"""Those of them that no request may fail for, whose id is used once. ``MAPPING`` is one where decode alone maps,
+and has other paths."""
 
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.DROP: (0.01, 0.05, 0.2),

@@ -10,10 +10,13 @@ from ...endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoi
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.prefill.inspection import PrefillInspection
 from ...endpoints.runtime.background import Background
+from ...endpoints.runtime.connections import READY_S
 from ...endpoints.runtime.failures import Broken
 from ...errors import DisaggKVError, PeerLostError, TransportError
+from ...ids import Epoch
 from ...protocol import Flow, RoomKey
 from ...protocol.receive_room import ReceiveRoom
+from ...strategies import maps_pages
 from ...trace import Observer, Span
 from ...transports.process import Process
 from .bells import SimWords
@@ -125,6 +128,17 @@ class SimNode(SimProcess):
         self.loop.side.integrity_failure = self._handle_error  # type: ignore[method-assign]
         self.counters = self.loop.observer = Counters(self.loop.observer)
         self.loop.most = scenario.pieces
+        # Prefill maps a pool as it connects. Where decode pulls of itself, no mapping but its own is slow.
+        self.maps = self.side == "prefill" and scenario.decode_waits and any(map(maps_pages, self.loop.me.paths))
+        self._map = self.loop.connections.map
+        self.loop.connections.map = self._begin_to_map  # type: ignore[method-assign]
+
+    def _begin_to_map(self, epoch: Epoch, most_s: float = READY_S) -> bool:
+        """A job that decode's helper threads get from here on maps a pool."""
+        self.maps = True
+        known = self._map(epoch, most_s)
+        self.maps = False
+        return known
 
     def _handle_error(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """What the endpoint does about an error that it did not foresee; it may fail half way."""

@@ -22,6 +22,9 @@ AGREES = 0.5
 SLOW = 0.8
 """Share of those worlds in which kernels take their time although others of the same seed would not."""
 
+SLOWLY, SELDOM = 0.8, 0.15
+"""Share of the worlds in which ``auto`` pulls, and of the others, in which mapping a pool takes long."""
+
 BROKEN = 0.2
 """Share of the pulls that fail, where kernels may fail."""
 
@@ -66,6 +69,11 @@ def paths_of(seed: int, ranks: int, decode_path: str, draws: random.Random) -> t
 def agrees(seed: int, ranks: int) -> bool:
     """Whether ranks of decode may agree by words in most rooms of the world of a seed."""
     return ranks > 1 and not pulls(seed) and random.Random(f"agrees {seed}").random() < AGREES
+
+
+def slow_mappings(seed: int) -> bool:
+    """Whether mapping a peer's pool may take long in the world of a seed."""
+    return random.Random(f"slow mappings {seed}").random() < (SLOWLY if pulls_by_itself(seed) else SELDOM)
 
 
 def slow_pulls(seed: int) -> bool:

@@ -20,7 +20,7 @@ from ...strategies import LayerPipelined
 from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm, while_agreeing, while_pulling
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .path_draws import PULL, agrees, paths_of, pulls, pulls_by_itself, refused_of, slow_pulls, withheld
+from .path_draws import PULL, agrees, paths_of, pulls, pulls_by_itself, refused_of, slow_mappings, slow_pulls, withheld
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -342,7 +342,7 @@ class Scenario:
             slow_kernels=slow_kernels,
             together=rng.random() < 0.5,
             far=_far(rng, shape) if rng.random() < FAR else None,
-            faults=faults | outside(random.Random(f"outside faults {seed}"), allowed, bool(faults)),
+            faults=faults | _outside(seed, allowed, bool(faults)),
             faults_until=2.0 if stuck else rng.choice((0.25, 0.5, 2.0)),
             requests=requests,
             conversations=conversations,
@@ -364,6 +364,13 @@ def _faults(seed: int, rng: random.Random, allowed: frozenset[FaultClass], ranks
         others = faults if draws.random() < 0.5 else {}  # few rooms get as far as to a vote among many faults
         return {**while_agreeing(draws, allowed), **others}
     return faults
+
+
+def _outside(seed: int, allowed: frozenset[FaultClass], others: bool) -> dict[FaultClass, float]:
+    """Those of what endpoints are given."""
+    drawn = outside(random.Random(f"outside faults {seed}"), allowed, others)
+    slow = FaultClass.MAPPING in allowed and slow_mappings(seed)
+    return drawn | ({FaultClass.MAPPING: 1.0} if slow else {})
 
 
 def _options(seed: int, rng: random.Random) -> Options:

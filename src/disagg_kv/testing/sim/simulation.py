@@ -203,6 +203,8 @@ class SimProcess:
         life: 1 for the first process in this place.
         elsewhere: at an address of its own, not at that of the life before.
 
+    ``maps``: the job that its helper threads get now maps the pool of a peer.
+    ``mapped_at``: by then the last one that takes long has returned.
     ``decisions``: by slot of its words the value that rank 0 has rung there, and since when, by this process's time.
     """
 
@@ -236,6 +238,8 @@ class SimProcess:
         self.losses = 0
         self.touched = False
         self.helping = False
+        self.maps = False
+        self.mapped_at = 0.0
         self.poll_raises = False
         self.polls_left = 0
         self.overdue = 0
