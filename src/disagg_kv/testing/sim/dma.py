@@ -192,6 +192,8 @@ class SimTransport:
             raise RegistrationError(f"sim: region {region} is not registered")
         scenario, node = self._world.scenario, self.node
         decodes = node.side == "decode"
+        if decodes and not node.memory.lens.meets(there.node.memory.lens):
+            self._world.violation("I4", f"{node.address} waits for a pool with nothing for it: {there.node.address}")
         path = scenario.decode_path if decodes else scenario.prefill_paths[scenario.source_of(node.index)]
         if not path.startswith("mapped") and self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
             self._world.hit(FaultClass.UNREACHABLE)
