@@ -13,7 +13,7 @@ from .bench_chunks import chunks
 from .bench_grant import grant
 from .bench_pipeline import pipeline
 from .bench_prefix import prefix
-from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Transport, Verify
+from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Transport, Verify
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def transfer(
     slots: Annotated[int, typer.Option(min=1, help="Staging slots of a prefill rank.")] = 8,
     slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a staging slot.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
+    programs: Programs = None,
     verify: Annotated[Verify, typer.Option(help="Measure each strategy once more with checksums.")] = "off",
     bells: Annotated[bool, typer.Option("--bells", help="Measure each strategy once more with bells.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
@@ -106,6 +107,7 @@ def transfer(
         slots=slots,
         slot_bytes=slot_mib and slot_mib << 20,
         ring_bytes=ring_mib and ring_mib << 20,
+        programs=programs,
         verify=verify,
         bells=bells,
         repeats=repeats,

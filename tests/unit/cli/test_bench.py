@@ -102,6 +102,8 @@ def test_a_transport_that_needs_its_target_to_poll_is_polled(
         (["--strategies", ""], "at least one"),
         (["--transport", "pigeon"], "known: "),
         (["--prefill-tp", "3"], "3"),
+        (["--programs", "8"], "8 programs of a copy: at least one, and only on GPUs"),
+        (["--programs", "0", "--device", "cuda"], "--programs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
