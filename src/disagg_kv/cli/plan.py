@@ -11,11 +11,12 @@ from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, conversions, shard, stages
-from ..planning import Batch, CostModel, Groups, LayerRun, Pace
+from ..planning import Batch, CostModel, Groups, LayerRun, MeasuredRates, Pace
+from ..planning.cost import rounded
 from ..strategies import Explanation, LayerPipelined, PairCount, explain
 from .options import DecodePageSize, Layers, PageSize
 from .output import Json, JsonFlag, emit
-from .plan_lanes import PairChoice, chosen, hosts_of, planned
+from .plan_lanes import PairChoice, PlannedLane, chosen, hosts_of, planned
 
 MIB = 1 << 20
 SHOWN_PAIRS = 16
@@ -59,6 +60,15 @@ def plan(
     ] = None,
     prefill_hosts: Annotated[str, typer.Option(help="Hosts of the prefill ranks, joined by commas.")] = "a",
     decode_hosts: Annotated[str, typer.Option(help="Hosts of the decode ranks; one name: all are there.")] = "a",
+    writes_gb_s: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3, max=1e6, help="Measured GB/s of the transport's writes; default: as the transport states."
+        ),
+    ] = None,
+    copies_gb_s: Annotated[
+        float | None, typer.Option(min=1e-3, max=1e6, help="The same of copies into mapped pages, and out of them.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what each path would post for one request, and which path ``auto`` selects."""
@@ -66,6 +76,7 @@ def plan(
     into = _decoded(spec, dtype, decode_dtype, decode_scales)
     prefills, decodes = ranks(spec, prefill_tp, prefill_pp), ranks(into, decode_tp, decode_pp)
     lanes = None if transport is None else planned(transport)
+    measured = _measured(writes_gb_s, copies_gb_s, lanes or ())
     hosts = hosts_of(prefill_hosts, len(prefills), "prefill"), hosts_of(decode_hosts, len(decodes), "decode")
     converted = ", ".join(sorted(conversions(spec, into))) or None
     found = explain(
@@ -77,11 +88,12 @@ def plan(
         order=(order, decode_order or order),
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
+        cost=CostModel(measured=measured),
         maps=maps,
         decode_spec=into,
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
-    choices = None if lanes is None else chosen(found, lanes, hosts, maps)
+    choices = None if lanes is None else chosen(found, lanes, hosts, maps, measured)
     emit(
         {**document(found, groups, choices), "conversion": converted},
         _paths(found),
@@ -91,6 +103,16 @@ def plan(
         Text(f"layer_pipelined: {groups.count} groups of {groups.size} layers: {groups.reason}"),
         as_json=as_json,
     )
+
+
+def _measured(writes: float | None, copies: float | None, lanes: Sequence[PlannedLane]) -> MeasuredRates:
+    """Rates in GB/s as a prefill endpoint keeps them, which measures each lane by itself."""
+    rates = MeasuredRates(*(None if rate is None else rounded(rate * 1e9) for rate in (writes, copies)))
+    if len(lanes) > 1 and rates != MeasuredRates():
+        raise ConfigurationError(
+            f"--writes-gb-s and --copies-gb-s are rates of one transport: name that one, not {len(lanes)}"
+        )
+    return rates
 
 
 def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:

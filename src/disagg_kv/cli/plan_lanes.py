@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import evolve, frozen
 
 from ..errors import ConfigurationError
-from ..planning import CostModel, choose
+from ..planning import CostModel, MeasuredRates, choose
 from ..strategies import Explanation, PairCount, copies_pages
 from ..strategies.explain import estimated
 from ..strategies.registry import auto_paths
@@ -84,7 +84,11 @@ def hosts_of(text: str, ranks: int, side: str) -> Sequence[str]:
 
 
 def chosen(
-    found: Explanation, lanes: Sequence[PlannedLane], hosts: tuple[Sequence[str], Sequence[str]], own_memory: bool
+    found: Explanation,
+    lanes: Sequence[PlannedLane],
+    hosts: tuple[Sequence[str], Sequence[str]],
+    own_memory: bool,
+    measured: MeasuredRates,
 ) -> Sequence[PairChoice]:
     """What each pair of ranks gets.
 
@@ -93,6 +97,7 @@ def chosen(
         lanes: in the order in which they are tried.
         hosts: of the prefill ranks, and of the decode ranks.
         own_memory: decode's pool is memory of a transport that writes only to its own.
+        measured: rates of the lane, if there is one.
     """
     device = kind_of([lane.caps for lane in lanes])
     usable = [lane for lane in lanes if device in lane.caps.devices]
@@ -103,7 +108,7 @@ def chosen(
         if lane is None:
             out.append(PairChoice(pair, "", why, "", "no transport reaches it"))
         else:
-            out.append(PairChoice(pair, lane.name, why, *_path(pair, lane, device, exposed)))
+            out.append(PairChoice(pair, lane.name, why, *_path(pair, lane, device, exposed, measured)))
     return out
 
 
@@ -122,9 +127,10 @@ def _lane(lanes: Sequence[PlannedLane], device: str, together: bool) -> tuple[Pl
     return None, "; ".join(whys)
 
 
-def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool) -> tuple[str, str]:
+def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool, measured: MeasuredRates) -> tuple[str, str]:
     """As a prefill endpoint chooses it."""
-    costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, device, lane.maps and exposed)
+    nominal = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, device, lane.maps and exposed)
+    costs = evolve(nominal, measured=measured)
     estimates, refusals = [], dict[str, str]()
     for path in auto_paths():
         if path.name in pair.refused:
