@@ -128,13 +128,21 @@ def gpu_launch(found: Found) -> str:
     return table([head, *rows])
 
 
-def gpu_paths_of_two(found: Found) -> str:
-    """Every case of transfers between two GPUs: each path, and its share of a plain copy, until decode knows."""
+def gpu_paths_by_size(found: Found) -> str:
+    """Every case of transfers between GPUs: each path, and its share of a plain copy, until decode knows.
+
+    A column is a path over the first transport of the file, or names another one, too.
+    """
+    first = found["cases"][0]["transport"]
+
+    def column(case: Found) -> str:
+        return str(case["strategy"]) + ("" if case["transport"] == first else f", {case['transport']}")
+
     cases: dict[tuple[object, ...], dict[str, Found]] = {}
     for case in found["cases"]:
         told = tuple(case.get(name) for name in ("tp", "bytes", "programs", "busy", "switch_us", "wire_GB_per_s"))
-        cases.setdefault((*told, "decode_step_us" in case), {})[case["strategy"]] = case
-    strategies = list(dict.fromkeys(case["strategy"] for case in found["cases"]))
+        cases.setdefault((*told, "decode_step_us" in case), {})[column(case)] = case
+    strategies = list(dict.fromkeys(map(column, found["cases"])))
 
     def cell(case: Found | None) -> str:
         if case is None:

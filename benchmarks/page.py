@@ -22,7 +22,7 @@ from benchmarks.mapped_tables import (
     gpu_instead,
     gpu_launch,
     gpu_mapped,
-    gpu_paths_of_two,
+    gpu_paths_by_size,
     gpu_proof,
 )
 from benchmarks.tables import Found, table
@@ -571,9 +571,11 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer.json, two paths": gpu_paths,
     "h100_convert.json": converted,
     "h100_mapped.json": gpu_mapped,
-    "h100_paths.json": gpu_paths_of_two,
-    "h200_mapped.json": gpu_paths_of_two,
-    "h200_busy.json": gpu_paths_of_two,
+    "h100_paths.json": gpu_paths_by_size,
+    "h100_four.json": gpu_paths_by_size,
+    "h100_auto.json": gpu_paths_by_size,
+    "h200_mapped.json": gpu_paths_by_size,
+    "h200_busy.json": gpu_paths_by_size,
     "h200_instead.json": gpu_instead,
     "h100_mapped_proof.json": gpu_proof,
     "cpu_bells.json": bells,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,3 +18,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device is visible to torch"))
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    """What a test has freed is there for the processes of other tests: those above 4 GiB fill most of a GPU."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
