@@ -64,7 +64,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         verify: which segments decode compares with checksums of this rank, ``"off"``, ``"sampled"`` or ``"full"``.
             Decode's own setting counts too.
         options: times and bounds.
-        kernels: gather and checksum kernels; None: the fastest for the pool's device. They are compiled now.
+        kernels: gather and checksum kernels; None: the fastest for the pool's device. They are compiled now. All ranks
+            must use the same.
         observer: receives spans and counters.
         environment: clock, threads and identity, for tests and simulations.
 

@@ -176,16 +176,17 @@ def fitted(intake: Intake, writer: Rank, limits: Limits) -> Limits:
     return limits
 
 
-def segment_limits(request: PathRequest, usable: Iterable[TransferPlanner], device: str, offer_bytes: int) -> Limits:
+def segment_limits(request: PathRequest, usable: Iterable[TransferPlanner], queued: bool, offer_bytes: int) -> Limits:
     """What cuts a chunk into segments: staging memory, where some writer's bytes may go through it.
 
     Where a room is uncut, or decode allows only paths that copy from pages to mapped pages, no writer's bytes do. One
-    segment then costs each side one frame, and the GPU one launch. On a CPU a copy keeps the endpoint's thread, so that
-    it is cut nevertheless. Where decode may pull, ``offer_bytes`` carry the page ids of a segment.
+    segment then costs each side one frame, and the GPU one launch. Copies that are not ``queued`` on a device keep the
+    endpoint's thread, so that they are cut nevertheless. Where decode may pull, ``offer_bytes`` carry the page ids of
+    a segment.
     """
     known, limits, allowed = {path.name: path for path in usable}, request.limits, request.allowed
     copying = bool(allowed) and all(name in known and copies_pages(known[name]) for name in allowed)
-    if device != "cpu" and (request.uncut or copying):
+    if queued and (request.uncut or copying):
         limits = evolve(UNLIMITED, page_rows=limits.page_rows)
     else:
         limits = fitted(request.intake, request.writer, limits)

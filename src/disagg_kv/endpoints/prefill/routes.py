@@ -202,7 +202,7 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages or pulled,
-            segment_limits(request, me.paths, me.device, self._options.table_part),
+            segment_limits(request, me.paths, self._pools.queued, self._options.table_part),
             path.name,
             grouping,
             partial(self._measured, lane),

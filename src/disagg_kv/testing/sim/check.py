@@ -91,7 +91,9 @@ class Checks:
         took = world.now - entry.opened
         most = entry.room.plan.total_s + SLACK_S + world.stood_still
         if entry.node.split.world > 1 and world.unheard:
-            most += world.scenario.options.silence_s
+            # A frame of long ago counts as a word of its sender, who may have ended.
+            heard = min(world.now, world.network.stale_at.get(entry.node.address, 0.0)) - entry.opened
+            most = max(most, heard + SLACK_S) + world.scenario.options.silence_s
             most += POLL_S[-1] if FaultClass.POLL in world.hits else 0.0  # a rank that is mute, and then ends
         if isinstance(error, DeadlineError):
             # Its own deadline, for which it needs no other rank.
