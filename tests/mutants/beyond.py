@@ -18,7 +18,7 @@ from tests.unit.endpoints import test_mapping_later as later
 from tests.unit.protocol import test_page_runs as runs
 from tests.unit.protocol import test_receiving as receiving
 
-from .bugs import BALLOTS, BELLS, COPIES, EARLY, MOVER, RECEIVE, TABLES
+from .bugs import BALLOTS, BELLS, COPIES, EARLY, LINKS, MOVER, RECEIVE, TABLES
 from .planting import Mutant
 
 ARRIVALS = EARLY + "EarlyArrivals."
@@ -50,6 +50,9 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("the last run may overlap the first",
             TABLES + "_unfolded", "np.maximum.accumulate(ends_there)[:-1]", "ends_there[:-1]"),
      runs.test_a_run_may_not_lie_in_one_that_is_not_its_neighbour),
+    (Mutant("a link that was dropped while its pool is mapped fails once that takes too long",
+            LINKS + "_overdue", "not link.linked and not link.busy and", "not link.linked and"),
+     partial(later.test_a_link_that_is_taken_again_waits_as_long_for_its_pool_as_before, False)),
     (Mutant("a launch that is dropped rings",
             COPIES + "_take", "one.drop()",
             "one.drop()\n        for post in one.posts:\n"

@@ -192,6 +192,8 @@ BUGS: Sequence[Mutant] = (
            SOURCES + "_read", "if part and self._pulls_from(remote)", "if self._pulls_from(remote)"),
     Mutant("a mapping that takes too long is awaited for ever",
            LINKS + "_overdue", "self._refuse(link, link.late, inf)", "pass"),
+    Mutant("a link that was dropped while its pool is mapped waits for that mapping",
+           LINKS + "begin", "if link is not None and link.busy and", "if False and"),
     Mutant("pages are exposed of an engine that waits for no peer",
            "endpoints.decode.endpoint:_usable", "exposes, pulls = able and waits,", "exposes, pulls = able,"),
     Mutant("decode reads pages of an engine that does not wait for it",

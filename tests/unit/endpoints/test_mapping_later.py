@@ -144,24 +144,46 @@ def test_an_attempt_that_does_not_return_is_a_refusal_until_it_does() -> None:
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it(returns: bool) -> None:
-    """Its thread still uses the link. A peer that is wanted again by then keeps it."""
+    """Its thread still uses the link. A peer that is wanted again by then has it at once."""
     links = Links()
     assert not links.connections.map(links.epoch)
     links.connections.drop(links.epoch)
     assert links.connections.of(links.epoch) is None
     assert links.transport.disconnects == 0
     if returns:
-        assert links.connections.begin(Up(links.up.hello)) is None
+        again = links.connections.begin(Up(links.up.hello))
+        assert again is not None
+        assert again.link == links.connections.of(links.epoch)
     links.run()
-    assert [one.link for one in links.connections.results()] == [links.connections.of(links.epoch)] * returns
+    assert links.mapped() == [links.epoch] * returns
     assert links.transport.disconnects == (not returns)
-    assert links.connections.mapped() == []
     if returns:
         assert links.connections.map(links.epoch)
         links.connections.drop(links.epoch)
         assert links.transport.disconnects == 1
     assert links.connections._under_way == 0
     assert not links.connections._owners
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_link_that_is_taken_again_waits_as_long_for_its_pool_as_before(late: bool) -> None:
+    """Whether the attempt was late before the link was dropped, or would have been meanwhile."""
+    links = Links()
+    assert not links.connections.map(links.epoch, 2.0)
+    links.clock.advance(2.0 if late else 1.0)
+    assert links.mapped() == [links.epoch] * late
+    links.connections.drop(links.epoch)
+    links.clock.advance(10.0)
+    assert links.mapped() == []
+    again = links.connections.begin(Up(links.up.hello))
+    assert again is not None
+    assert not isinstance(again.link, Exception)
+    assert links.mapped() == [links.epoch] * (not late)
+    assert links.connections.map(links.epoch)
+    assert "were not ready in 2 s" in links.connections.mapping(links.epoch).refused
+    links.run()
+    assert links.mapped() == [links.epoch]
+    assert links.connections.mapping(links.epoch).pool is links.pool
 
 
 class Slow(InprocTransport):

@@ -61,7 +61,7 @@ class _Link:
         until, late: when an attempt that has not returned is overdue, and what to say then.
         linked: the attempt has succeeded.
         mapping: of the peer's pool.
-        busy: a helper thread maps the pool. A link that is dropped meanwhile becomes an attempt again.
+        busy: a helper thread maps the pool. A link that is dropped meanwhile stays connected until the thread returns.
         refused_at: when the pool could not be mapped; None: that was not tried.
         lane: what carries writes to it; None: it is not connected yet.
         wanted: the result of the attempt is awaited.
@@ -149,6 +149,8 @@ class Connections:
     def begin(self, up: Up) -> ConnectResult | None:
         """Link to a peer; None: the result comes out of :meth:`results`. What is known already is returned at once."""
         link = self._links.get(up.epoch)
+        if link is not None and link.busy and not link.linked and link.error is None:
+            self._take_again(link, up)
         if link is not None and (link.linked or link.error is not None):
             return ConnectResult(up, link.error or link.peer)
         if link is not None:
@@ -168,6 +170,12 @@ class Connections:
                 self._forget(link)
             return ConnectResult(up, failed)
         return None
+
+    def _take_again(self, link: _Link, up: Up) -> None:
+        """A link was dropped while its pool is mapped, and is still connected: no room waits for that thread."""
+        link.up, link.linked, link.wanted = up, True, True
+        self._under_way -= 1
+        self._due_at = min(self._due_at, link.until)
 
     def _claim(self, up: Up) -> _Link:
         """The transport that an epoch names is its own, from before it is connected until it is disconnected.
@@ -286,7 +294,7 @@ class Connections:
             if now >= link.until:
                 self._refuse(link, link.late, inf)
                 self._mapped.append(link.up.epoch)
-        waiting = [link for link in self._links.values() if not link.linked and link.error is None]
+        waiting = [link for link in self._links.values() if not link.linked and not link.busy and link.error is None]
         for link in waiting:
             if now >= link.until:
                 link.error = TransportError(f"{link.name}: {link.late}", **link.up.hello.who)

@@ -62,6 +62,9 @@ REMEMBERED = (1, 2, 64)
 FEW_LINKS, LINKS = 0.5, (1, 1, 2)
 """Share of the worlds in which endpoints drop links that no room uses, and the links that they may keep then."""
 
+TABLE_PARTS = (4, 10, 64, 1024)
+"""Bytes of page tables in one frame: with the most, a frame names the pages of any segment."""
+
 BOARDS = (0, 2, 8, 64)
 """Blocks of slots on a decode rank's board of bells: too few of them for all rooms in many worlds."""
 
@@ -307,6 +310,9 @@ class Scenario:
         if not conversations and not stuck:
             requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
+        if FaultClass.MAPPING in allowed and slow_mappings(seed) and pulls_by_itself(seed):
+            requests = _spread(seed, requests)
+            options = evolve(options, link_bytes=OWN_LINK.nbytes, table_part=TABLE_PARTS[-1])
         selection = "+incremental" if conversations else ""
         draws = random.Random(f"maps {seed}")
         itself = pulls_by_itself(seed)
@@ -390,7 +396,7 @@ def _options(seed: int, rng: random.Random) -> Options:
         parked=rng.choice((1, 64)),
         link_bytes=_link_bytes(seed),
         aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
-        table_part=random.Random(f"tables {seed}").choice((4, 10, 64, 1024)),
+        table_part=random.Random(f"tables {seed}").choice(TABLE_PARTS),
         bells=random.Random(f"bells {seed}").choice(BOARDS),
     )
 
@@ -537,6 +543,12 @@ def _chunked(seed: int, shape: Shape, requests: tuple[Request, ...]) -> tuple[Re
     edges = tuple(range(1, rows + 1))
     long = evolve(one, rows=rows, edges=edges, steps=False, pass_s=0.0, burst=True, total_s=total_s)
     return (*requests[:number], long, *requests[number + 1 :])
+
+
+def _spread(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Some requests begin later: pools have been mapped by then, or still are, and links may have been dropped."""
+    rng = random.Random(f"spread {seed}")
+    return tuple(evolve(one, at=one.at + rng.choice((0.0, 0.0, 1.5, 2.6, 3.4))) for one in requests)
 
 
 def _unmet(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
