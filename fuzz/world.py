@@ -42,7 +42,7 @@ class Fixed:
         self.tables: Mapping[GroupId, PageTable] = {KV: PageTable(KV, np.arange(ROWS // 4))}
         self.me = EndpointInfo(
             Incarnation(), "inproc://me", role, role, Rank(0), shards, self.site, self.regions, self.transport,
-            tuple(paths().values()), b"", b"", 4096, self.regions[0], 1 << 16, 1 << 13,
+            tuple(paths().values()), b"", b"", 4096, False, self.regions[0], 1 << 16, 1 << 13,
         )  # fmt: skip
         self.admit = self.me.admit
 

@@ -10,17 +10,17 @@ from tests.support.receive_room import chunk
 from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_ballots as ballots
 from tests.unit.endpoints import test_bells as bells
-from tests.unit.endpoints import test_choices as choices
 from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
-from tests.unit.endpoints import test_lane_rates as rates
 from tests.unit.endpoints import test_mapping_later as later
+from tests.unit.endpoints import test_uncut as uncut
 from tests.unit.protocol import test_page_runs as runs
 from tests.unit.protocol import test_receiving as receiving
 
-from .bugs import BALLOTS, BELLS, COPIES, EARLY, LINKS, MOVER, RECEIVE, TABLES
+from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, LINKS, MOVER, RECEIVE, TABLES
 from .planting import Mutant
 
+UNCUT = "endpoints.decode.uncut:UncutRooms."
 ARRIVALS = EARLY + "EarlyArrivals."
 
 
@@ -98,16 +98,18 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
      ballots.test_an_engine_decides_nothing_once_its_rank_has_doubts),
     (Mutant("a word of one life is a vote in the next", BALLOTS + "Ballots._pair", "born + generation,", "generation,"),
      ballots.test_the_words_of_another_life_are_no_vote),
-    (Mutant("a room is uncut whose pages are not exposed",
-            RECEIVE + "_expect", "self._uncut and self._exposed", "self._uncut"),
-     partial(receiving.test_a_room_is_uncut_where_all_writers_chose_so_and_its_pages_are_exposed, exposed=False)),
+    (Mutant("a room is uncut although kernels of a rank keep a thread",
+            UNCUT + "allows", "one.hello.queues for one in writers", "True for one in writers"),
+     partial(uncut.test_no_room_is_uncut_where_kernels_of_one_rank_do_not_queue, "mapped")),
     (Mutant("a room is uncut although the one before it has failed",
-            "endpoints.decode.choices:PathChoices.failed", "self.forget(epoch)", "pass"),
-     partial(choices.test_rooms_are_uncut_after_one_that_was_mapped_until_one_fails, heads=4)),
-    (Mutant("a rank takes the path that it would choose in an uncut room",
-            "endpoints.prefill.path_choice:PathChooser.choose",
-            "if request.uncut and not maps_pages(path):", "if False:"),
-     rates.test_auto_leaves_a_path_that_is_slower_than_its_nominal_rate_and_says_why),
+            UNCUT + "failed", "self._cut_until[epoch] = now + CUT_S", "pass"),
+     uncut.test_rooms_are_cut_for_a_while_after_an_uncut_one_has_failed),
+    (Mutant("what decode knew when its engine opened a room counts",
+            DECODE + "_ask", "uncut=self._is_uncut(room)", "uncut=room.uncut"),
+     partial(uncut.test_rooms_are_uncut_after_one_that_was_mapped, uncut.SPEC)),
+    (Mutant("an uncut room is staged",
+            "endpoints.prefill.path_choice:_choice", "if request.uncut and", "if False and"),
+     uncut.test_a_rank_that_would_stage_does_so_one_room_later),
     (Mutant("a follower does not look for the decision of a rank 0 that it loses",
             BELLS + "BellWatch.hold", "self.taken == 1 and ballot.heard()", "False"),
      ballots.test_a_follower_that_loses_rank_0_looks_for_its_decision_first),

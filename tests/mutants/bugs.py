@@ -182,8 +182,6 @@ BUGS: Sequence[Mutant] = (
            "limits"),
     Mutant("a room that pulls does not wait until pools are mapped",
            SOURCES + "ready", "return all(known)", "return True"),
-    Mutant("a room is uncut as soon as one rank chose to copy into mapped pages",
-           "endpoints.decode.choices:PathChoices.map", "return all(", "return any("),
     Mutant("a path is allowed although a pool could not be mapped",
            SOURCES + "barred", "else self._pulling", "else ()"),
     Mutant("a room waits for a mapping until nothing is left of its silence, although another path is left",

@@ -161,6 +161,7 @@ class Awaited:
         verify: how much is to be compared.
         aux_bytes: bytes of the aux row that is to be filled; 0: none is.
         least: where ``stop`` is None: the smallest stop that prefill may have.
+        uncut: no prefill rank may take a path through staging memory.
     """
 
     start: int
@@ -171,6 +172,7 @@ class Awaited:
     verify: Verify = "off"
     aux_bytes: int = 0
     least: int = 0
+    uncut: bool = False
 
     @property
     def rows(self) -> RowRange:
@@ -188,8 +190,8 @@ class Introduced:
     """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
 
     ``bells``: by rank, the slots in which it may announce segments; empty: frames alone announce them.
-    ``barred``: names of the paths that cannot serve with these ranks. ``uncut``: all of them last chose to
-    copy into mapped pages.
+    ``barred``: names of the paths that cannot serve with these ranks. ``uncut``: as of ``Awaited``; of
+    the two, the one that comes last knows.
     """
 
     writers: tuple[Epoch, ...]

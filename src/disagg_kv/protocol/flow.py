@@ -88,7 +88,7 @@ class FlowPlan:
         pace: how fast we are, once all is sent.
         bells: where its segments may be announced before their frames; None: nowhere.
         lane: the name of what carries its bytes.
-        chosen: the name of the path that we chose, and may not take this time.
+        unstaged: our choice among all paths needs no staging memory, and we could copy into mapped pages.
     """
 
     rank: Rank
@@ -103,7 +103,7 @@ class FlowPlan:
     bells: WireBells | None = None
     lane: str = ""
     pulled: bool = False
-    chosen: str = ""
+    unstaged: bool = False
 
 
 class Flow(Machine[Sending]):
@@ -409,7 +409,7 @@ class Flow(Machine[Sending]):
             aux=None if self._aux.data else f.aux,
             pace=self.plan.pace(),
             lane=self.plan.lane,
-            chosen=self.plan.chosen,
+            unstaged=self.plan.unstaged,
         )
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
 

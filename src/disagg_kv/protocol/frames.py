@@ -175,7 +175,7 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
 
     ``started`` is when the sender's process began, as a ``pid`` may be used again. ``born`` is when this life of the
     sender began, in nanoseconds since the boot of ``host``. ``words`` is where decode has memory for the words of other
-    ranks of its instance on ``host``.
+    ranks of its instance on ``host``. ``queues``: kernels of prefill queue copies, and keep no thread meanwhile.
     """
 
     version: U
@@ -198,6 +198,7 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     bells: Bells = b""
     words: Bells = b""
     slot_bytes: U
+    queues: bool = False
     ring_region: Region
     ring_bytes: U
     lease_bytes: U
@@ -234,8 +235,8 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     ``tables`` are there exactly when pages are exposed, whole or to come in ``TablePart``; ``paths`` are those that
     decode allows; ``verify`` says how much it wants compared. ``pace`` is the last one that a prefill rank sent: all of
     them choose layer groups by it. ``bells`` are slots in which the receiver may announce its segments before its
-    frames do; see :mod:`disagg_kv.transports.bells`. ``uncut``: every prefill rank last chose to copy into mapped
-    pages, and has to do so again: staging memory does not cut what they send.
+    frames do; see :mod:`disagg_kv.transports.bells`. ``uncut``: staging memory cuts no segment, and the receiver
+    takes a path that needs none.
     """
 
     start: U
@@ -307,8 +308,8 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     """Prefill -> decode: all segments of this rank up to row ``stop`` are written and announced; no write follows.
 
     ``segments`` is their number: notices may be lost, or arrive after this frame. ``aux``: if this rank has any;
-    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost. ``chosen``: the
-    path that this rank would take if nothing had been ``uncut``.
+    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost. ``unstaged``: the
+    sender's choice among all paths needs no staging memory, and it could copy into mapped pages.
     """
 
     stop: U
@@ -316,7 +317,7 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     pace: WirePace | None = None
     lane: Name = ""
-    chosen: Name = ""
+    unstaged: bool = False
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):

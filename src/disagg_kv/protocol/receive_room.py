@@ -182,13 +182,15 @@ class ReceiveRoom(DrainingRoom):
     def _on_awaited(self, event: Awaited) -> None:
         self._awaited = event
         self._stop = event.stop
+        self._uncut |= event.uncut
         self._begin()
 
     def _on_introduced(self, event: Introduced) -> None:
         self._intake = event.intake
         self._pace = event.pace
         self._bells = event.bells
-        self._barred, self._uncut = event.barred, event.uncut
+        self._barred = event.barred
+        self._uncut |= event.uncut
         self._introduce(event)
         self._begin()
 
@@ -223,7 +225,7 @@ class ReceiveRoom(DrainingRoom):
             verify=a.verify,
             pace=self._pace,
             bells=self._bells[w.rank] if self._bells else None,
-            uncut=self._uncut and self._exposed,
+            uncut=self._uncut,
         )
         self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 

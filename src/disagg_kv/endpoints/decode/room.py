@@ -7,7 +7,7 @@ from attrs import define, field
 from ...ids import Rank, room_name
 from ...memory import Event, MappedPool
 from ...planning import InstancePlans, PairPlan, Segment
-from ...protocol import ReceiveRoom, Receiving, RoomKey
+from ...protocol import Awaited, ReceiveRoom, Receiving, RoomKey
 from ...protocol.frames import WireBells
 from ...protocol.machine import ours
 from ...rendezvous import Source
@@ -24,7 +24,8 @@ class DecodeRoom:
     ``ready``: fires once its pages may be written. ``checking``: what must end before prefill is asked for rows, namely
     that event or the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
     ``sources``: pools of prefill ranks as they are mapped here. ``queued``: since when segments wait for staging
-    memory, for the observer. ``given_up``: the engine has aborted it.
+    memory, for the observer. ``given_up``: the engine has aborted it. ``awaited``: what its machine knows of
+    ``wanted``. ``uncut``: no prefill rank stages rows of it.
     ``bells``: the slots of its writers, by rank. ``watch``: what the engine sees of them.
     """
 
@@ -43,6 +44,8 @@ class DecodeRoom:
     sources: dict[Rank, MappedPool] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
     given_up: bool = False
+    awaited: Awaited | None = None
+    uncut: bool = False
     bells: tuple[WireBells, ...] = ()
     watch: BellWatch | None = None
 

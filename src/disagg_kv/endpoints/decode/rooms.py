@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import inf
 
+from attrs import evolve
+
 from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
@@ -15,6 +17,7 @@ from ...memory import Buffer, MemoryPool
 from ...planning import InstancePlans, Segment
 from ...protocol import (
     AskAgain,
+    Awaited,
     Cancel,
     CastVote,
     Concluded,
@@ -60,7 +63,6 @@ from ..runtime.spans import room_span
 from .ballots import Ballots, OwnWords
 from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
-from .choices import PathChoices
 from .discovery import Discovery, Found, Unreachable
 from .ended import answer_ended
 from .expecting import PendingExpectations
@@ -74,6 +76,7 @@ from .room import DecodeRoom
 from .room_bells import RoomBells
 from .scatter import ScatterQueue
 from .sources import PullSources
+from .uncut import UncutRooms
 
 log = logging.getLogger("disagg_kv")
 
@@ -110,7 +113,7 @@ class DecodeSide:
         self._discovery = Discovery(loop, self._sources)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
-        self._choices = PathChoices(loop.me.paths)
+        self._uncut = UncutRooms()
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._pulls = PullQueue(loop, pool, kernels, self._scatters.pair, pace)
         self._receipts = Receipts(loop.send)
@@ -161,8 +164,19 @@ class DecodeSide:
     def _ask(self) -> None:
         """Ask prefill for rows once a room's pages may be written, and those that it builds on have been compared."""
         for room, event in self._expectations.ended():
+            if isinstance(event, Awaited):
+                room.awaited = event
+                event = evolve(event, uncut=self._is_uncut(room))
             self._handle(room, event)
             self._publish(room)
+
+    def _is_uncut(self, room: DecodeRoom) -> bool:
+        """Whether no prefill rank stages rows of a room; False until its ranks and what it awaits are known."""
+        if room.awaited is not None and room.remotes:
+            allowed = set(room.awaited.paths).difference(self._sources.barred(room))
+            paths = [path for path in self._loop.me.paths if path.name in allowed]
+            room.uncut = self._uncut.allows(room.remotes, paths, room.awaited.tables is not None, self._loop.now)
+        return room.uncut
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
@@ -199,8 +213,7 @@ class DecodeSide:
             self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
         barred = self._sources.barred(room)
-        uncut = self._choices.map(writers)
-        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred, uncut))
+        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred, self._is_uncut(room)))
 
     def _plans_of(self, remotes: Sequence[RemoteEndpoint]) -> InstancePlans:
         writers = tuple(r.epoch for r in remotes)
@@ -247,7 +260,7 @@ class DecodeSide:
     def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
         self._paces.pop(epoch, None)
-        self._choices.forget(epoch)
+        self._uncut.forget(epoch)
         for writers in [w for w in self._plans if epoch in w]:
             del self._plans[writers]
 
@@ -267,7 +280,7 @@ class DecodeSide:
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
-        if isinstance(frame, Done):
+        if isinstance(frame, Done) and epoch in self._loop.remotes:
             self._learn(epoch, frame)
         if room is not None and epoch in room.machine.writers:
             try:
@@ -285,7 +298,7 @@ class DecodeSide:
         """What later rooms ask a prefill rank for; its own room may have ended by bells already."""
         if done.pace is not None:
             self._paces[epoch] = done.pace
-        self._choices.chose(epoch, done.chosen)
+        self._uncut.sent(epoch, done.unstaged)
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -499,8 +512,8 @@ class DecodeSide:
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
-            if machine.error is not None:
-                self._choices.failed(machine.writers)
+            if machine.error is not None and room.uncut and not room.given_up:
+                self._uncut.failed(machine.writers, self._loop.now)
             if self._loop.observed:
                 span = room_span(room.key.room, room.opened, self._loop.now, report, machine.error)
                 self._loop.observer.span(span)

@@ -12,7 +12,7 @@ from ...channels import Channel
 from ...errors import ConfigurationError, LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
-from ...kernels import Kernels, SupportsConversions
+from ...kernels import Kernels, SupportsConversions, SupportsStreams
 from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...protocol import Options, Verify, check_verify
@@ -64,8 +64,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         verify: which segments decode compares with checksums of this rank, ``"off"``, ``"sampled"`` or ``"full"``.
             Decode's own setting counts too.
         options: times and bounds.
-        kernels: gather and checksum kernels; None: the fastest for the pool's device. They are compiled now. All ranks
-            must use the same.
+        kernels: gather and checksum kernels; None: the fastest for the pool's device. They are compiled now.
         observer: receives spans and counters.
         environment: clock, threads and identity, for tests and simulations.
 
@@ -121,7 +120,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             pools = ReadPools(pool, movers, verify)
             known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
             me = parts.info("prefill", regions, usable)
-            me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=pools.warm, conversions=known)
+            queues = isinstance(movers, SupportsStreams)
+            me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=pools.warm, conversions=known, queues=queues)
 
             def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)

@@ -30,7 +30,7 @@ class PathRequest:
         exposed: decode's pages are exposed.
         rows: rows of the request, rounded; 0: not known.
         unmapped: why decode's pool is not mapped here; None: it is.
-        uncut: the path has to copy into mapped pages, as it does on all ranks of our instance.
+        uncut: nothing may go through staging memory, on any rank of our instance.
     """
 
     pair: PairPlan
@@ -51,12 +51,12 @@ class PathChoice:
     Args:
         path: what carries its rows.
         reason: one sentence that says why.
-        free: the name of the path that would, if the room were not uncut.
+        unstaged: the choice among all paths needs no staging memory, and rows could be copied into mapped pages.
     """
 
     path: TransferPlanner
     reason: str
-    free: str
+    unstaged: bool
 
 
 _Question = tuple[int, tuple[str, ...], bool, bool, int, CostModel]
@@ -106,13 +106,30 @@ class PathChooser:
         found = chosen.get(key)
         if found is None:
             known = [path for path in self._paths if (path.name, path.version) in theirs]
-            path, reason = choose_path(self._wanted, known, request, costs)
-            free = path.name
-            if request.uncut and not maps_pages(path):
-                path, _ = choose_path(self._wanted, list(filter(maps_pages, known)), request, costs)
-                reason = f"{path.name} was chosen by all ranks for a room before, and {free} for the next one"
-            found = chosen.keep(key, PathChoice(path, reason, free))
+            found = chosen.keep(key, _choice(self._wanted, known, request, costs))
         return found
+
+
+def _choice(wanted: str, known: Sequence[TransferPlanner], request: PathRequest, costs: CostModel) -> PathChoice:
+    """Choose among all paths, and for an uncut room among those that need no staging memory.
+
+    A rank that sends nothing of a room keeps its choice.
+    """
+    path, reason = choose_path(wanted, known, request, costs)
+    maps = any(maps_pages(one) and _refusal(one, request) is None for one in known)
+    unstaged = maps and not _stages(path)
+    if request.uncut and _stages(path) and request.pair.parts:
+        try:
+            path, _ = choose_path(wanted, [one for one in known if not _stages(one)], request, costs)
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"the room is uncut, and {path.name} needs staging memory: {exc}") from exc
+        reason = f"the room is uncut, so {path.name} stands in for the choice ({reason})"
+    return PathChoice(path, reason, unstaged)
+
+
+def _stages(path: TransferPlanner) -> bool:
+    """Whether rows go through staging memory."""
+    return not path.exposes_pages and not pulls_pages(path)
 
 
 def choose_path(
@@ -144,8 +161,7 @@ def choose_path(
             return able[0], f"{wanted} was asked for"
         raise ConfigurationError(f"path {wanted!r} cannot: {refusals.get(wanted, 'decode does not know it')}")
     if not request.pair.parts and able:
-        # Which path hardly matters. Where all choose to copy into mapped pages, the next rooms are not cut.
-        return max(able, key=maps_pages), "this rank was not elected to send anything"
+        return able[0], "this rank was not elected to send anything"
     intake, writer, limits = request.intake, request.writer, fitted(request.intake, request.writer, request.limits)
     segments = intake.segments(writer, 0, request.rows or NOMINAL_ROWS, limits)
     jobs = [Job(request.pair, segment) for segment in segments]
@@ -176,21 +192,17 @@ def fitted(intake: Intake, writer: Rank, limits: Limits) -> Limits:
     return limits
 
 
-def segment_limits(request: PathRequest, usable: Iterable[TransferPlanner], queued: bool, offer_bytes: int) -> Limits:
+def segment_limits(request: PathRequest, usable: Iterable[TransferPlanner], offer_bytes: int) -> Limits:
     """What cuts a chunk into segments: staging memory, where some writer's bytes may go through it.
 
-    Where a room is uncut, or decode allows only paths that copy from pages to mapped pages, no writer's bytes do. One
-    segment then costs each side one frame, and the GPU one launch. Copies that are not ``queued`` on a device keep the
-    endpoint's thread, so that they are cut nevertheless. Where decode may pull, ``offer_bytes`` carry the page ids of
-    a segment.
+    In an uncut room one segment costs each side one frame, and the GPU one launch. Where decode may pull,
+    ``offer_bytes`` carry the page ids of a segment.
     """
-    known, limits, allowed = {path.name: path for path in usable}, request.limits, request.allowed
-    copying = bool(allowed) and all(name in known and copies_pages(known[name]) for name in allowed)
-    if queued and (request.uncut or copying):
-        limits = evolve(UNLIMITED, page_rows=limits.page_rows)
+    if request.uncut:
+        limits = evolve(UNLIMITED, page_rows=request.limits.page_rows)
     else:
-        limits = fitted(request.intake, request.writer, limits)
-    if not request.uncut and any(name in known and pulls_pages(known[name]) for name in allowed):
+        limits = fitted(request.intake, request.writer, request.limits)
+    if any(path.name in request.allowed and pulls_pages(path) for path in usable):
         return evolve(limits, rows=offer_rows(offer_bytes))
     return limits
 
@@ -203,7 +215,7 @@ def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:
     if maps_pages(path) and request.unmapped is not None:
         return request.unmapped
     try:
-        if not path.exposes_pages and not pulls_pages(path):
+        if _stages(path):
             request.intake.segments(request.writer, 0, 1, request.limits)
         return refusal(path, request.pair)
     except DisaggKVError as exc:

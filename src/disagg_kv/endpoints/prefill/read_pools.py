@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ...geometry import CacheSpec
-from ...kernels import Kernels, SupportsStreams, SupportsWarmUp
+from ...kernels import Kernels, SupportsWarmUp
 from ...memory import ConvertedPool, MappedPool, MemoryPool
 from ...planning.cache import PlanCache
 from ...protocol import Verify
@@ -17,8 +17,6 @@ _COMPILING = threading.Lock()
 class ReadPools:
     """One pool for each spec that decode ranks have: kernels know pools by identity. Any thread.
 
-    ``queued``: kernels work on a device, behind each other, while the thread that called them goes on.
-
     Args:
         pool: ours.
         kernels: that read it.
@@ -26,7 +24,6 @@ class ReadPools:
     """
 
     def __init__(self, pool: MemoryPool, kernels: Kernels, verify: Verify) -> None:
-        self.queued = isinstance(kernels, SupportsStreams)
         self._pool = pool
         self._kernels = kernels
         self._verify: Verify = verify

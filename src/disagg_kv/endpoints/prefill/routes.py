@@ -202,14 +202,14 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages or pulled,
-            segment_limits(request, me.paths, self._pools.queued, self._options.table_part),
+            segment_limits(request, me.paths, self._options.table_part),
             path.name,
             grouping,
             partial(self._measured, lane),
             None if bells is None else frame.bells,
             lane.name,
             pulled,
-            choice.free,
+            choice.unstaged,
         )
         return route, plan
 

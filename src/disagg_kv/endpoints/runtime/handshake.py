@@ -66,6 +66,7 @@ class EndpointInfo:
         bells: decode: where its board of bells is; empty: it has none.
         words: decode: where its words for other ranks of its instance are; empty: it has none.
         slot_bytes: prefill: bytes of a staging slot.
+        queues: prefill: its kernels queue copies on a device, and keep no thread meanwhile.
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
         conversions: prefill: names of those that its kernels know.
         device: where its pool lies.
@@ -85,6 +86,7 @@ class EndpointInfo:
     bells: bytes = b""
     words: bytes = b""
     slot_bytes: int = 0
+    queues: bool = False
     ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
     ring_bytes: int = 0
     lease_bytes: int = 0
@@ -126,6 +128,7 @@ class EndpointInfo:
                 bells=self.bells,
                 words=self.words,
                 slot_bytes=self.slot_bytes,
+                queues=self.queues,
                 ring_region=self.ring_region,
                 ring_bytes=self.ring_bytes,
                 lease_bytes=self.lease_bytes,

@@ -127,7 +127,7 @@ class Checks:
         # What is slow one after the other may take longer than decode has to ask.
         late = len(DELAYS & world.hits.keys()) > 1 and "claim_s" in str(error)
         # Prefill takes no frames of a peer before its pool is mapped; where decode knows no other path, it waits too.
-        late = late or (FaultClass.MAPPING in world.hits and world.scenario.decode_waits)
+        late = late or (FaultClass.MAPPING in world.hits and world.scenario.decode_waits and _out_of_time(error))
         served = not entry.room.again and not entry.room.plan.unmet and entry.room.plan.source != world.scenario.refused
         if survives(world.scenario.faults) and served and not late:
             self._fail(
@@ -505,6 +505,11 @@ class Checks:
         return world.scenario.drain_s is None and any(
             f in world.hits for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH, FaultClass.BROKEN)
         )
+
+
+def _out_of_time(error: DisaggKVError | None) -> bool:
+    """Whether a room has ended because something took too long."""
+    return any(word in str(error) for word in ("claim_s", " within ", "not mapped in"))
 
 
 def _room_of(entry: Entry) -> DecodeRoom | None:

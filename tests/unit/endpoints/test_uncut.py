@@ -1,0 +1,200 @@
+"""Which rooms staging slots do not cut: what prefill ranks say of their choices, and what decode makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import pytest
+
+from disagg_kv.endpoints.decode.uncut import CUT_S
+from disagg_kv.errors import TransportError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import Peer, RegionId
+from disagg_kv.kernels import CpuKernels, PageMove
+from disagg_kv.memory import Bell, Event
+from disagg_kv.protocol import Options, Phase
+from disagg_kv.protocol.frames import Expect
+from disagg_kv.transports import InprocTransport
+from tests.support.rig import Decodes, Memory, Prefills, Request, Rig, tp_shards
+from tests.unit.endpoints.test_lane_rates import SPEC as FEW
+from tests.unit.endpoints.test_lane_rates import Link, Slow
+
+SPEC = CacheSpec.kv(4, 4, 8, "float16")
+SHARED = CacheSpec.kv(4, 1, 8, "float16")
+"""All ranks hold the same, and one of them sends it."""
+
+ROWS, SLOT = 64, 1 << 11
+
+
+class Queueing(CpuKernels):
+    """Kernels of a device that is done at once. Copies of more than ``most`` bytes of a room fail."""
+
+    def __init__(self, most: int = 1 << 30) -> None:
+        super().__init__()
+        self.most = most
+
+    def orders(self, event: Event) -> bool:
+        """See :class:`~disagg_kv.kernels.SupportsStreams`."""
+        return True
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
+        """Copy, unless that is too much."""
+        if max(move.copy.source.nbytes for move in moves) > self.most:
+            raise RuntimeError("too much for one launch")
+        super().copy(moves, after, bells)
+
+
+class Refusing(InprocTransport):
+    """Its ``why``, if there is one, is the reason why it maps nothing."""
+
+    caps = attrs.evolve(InprocTransport.caps, write_s=1e-5)
+    why: str | None = None
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        """See :class:`~disagg_kv.transports.SupportsMapping`."""
+        return self.why
+
+
+def ranks(
+    rig: Rig, spec: CacheSpec = SPEC, kernels: Sequence[CpuKernels] = (), path: str = "auto"
+) -> tuple[Prefills, Decodes]:
+    """Prefill ranks with these kernels, by default two that queue, and decode ranks with smaller pages."""
+    of = kernels or (Queueing(), Queueing())
+    shards, wide = tp_shards(spec, len(of)), Memory(pages=256, transport=Refusing)
+    prefills: Prefills = []
+    for number, one in enumerate(of):
+        prefills += rig.prefill(shards, only=[number], strategy=path, kernels=one, slot_bytes=SLOT, memory=wide)
+    narrow = Memory(page_size=2, pages=512, transport=Refusing)
+    return prefills, rig.decode(tp_shards(spec, 1), strategy=path, memory=narrow)
+
+
+def segments(request: Request) -> int:
+    """Of the rank that sent most."""
+    return max(send.report.segments for send in request.sends)
+
+
+@pytest.mark.parametrize("spec", [SPEC, SHARED])
+def test_rooms_are_uncut_after_one_that_was_mapped(spec: CacheSpec) -> None:
+    """Also where one rank alone sends it. What the engine gives up changes nothing."""
+    rig = Rig(spec)
+    prefills, decodes = ranks(rig, spec)
+    assert segments(rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()) > 1
+    assert segments(rig.request("second", prefills, decodes, ROWS).start(ROWS).landed()) == 1
+    given_up = rig.request("third", prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    given_up.receives[0].abort("enough")
+    given_up.failed()
+    assert segments(rig.request("fourth", prefills, decodes, ROWS).start(ROWS).landed()) == 1
+    rig.quiet()
+
+
+def test_all_rooms_are_uncut_where_every_path_copies_from_pages_to_pages() -> None:
+    """No prefill rank has to say anything first."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig, path="mapped")
+    for name in ("first", "second"):
+        assert segments(rig.request(name, prefills, decodes, ROWS).start(ROWS).landed()) == 1
+    rig.quiet()
+
+
+@pytest.mark.parametrize("path", ["auto", "mapped"])
+def test_no_room_is_uncut_where_kernels_of_one_rank_do_not_queue(path: str) -> None:
+    """All ranks cut alike."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig, kernels=(Queueing(), CpuKernels()), path=path)
+    for name in ("first", "second", "third"):
+        assert segments(rig.request(name, prefills, decodes, ROWS).start(ROWS).landed()) > 1
+    rig.quiet()
+
+
+def test_short_rooms_that_need_no_mapping_leave_long_ones_uncut() -> None:
+    """Their few writes into pages need no staging memory either."""
+    rig = Rig(SPEC)
+    wide = Memory(pages=2048)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="auto", kernels=Queueing(), slot_bytes=1 << 17, memory=wide)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="auto", memory=wide, ring_bytes=1 << 22)
+    found = []
+    for number, rows in enumerate([1024, 8, 1024, 8, 1024]):
+        report = rig.request(f"{number}", prefills, decodes, rows).start(rows).landed().sends[0].report
+        found.append((report.path, report.segments))
+    assert found == [("mapped", 5), ("direct", 1), ("mapped", 1), ("direct", 1), ("mapped", 1)]
+
+
+def test_rooms_are_cut_for_a_while_after_an_uncut_one_has_failed() -> None:
+    """Also those that were opened before."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig, kernels=(Queueing(most=SLOT),))
+    rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
+    opened = rig.request("opened", prefills, decodes, ROWS).open_decode()
+    rig.wait(0.3)
+    rig.request("uncut", prefills, decodes, ROWS).start(ROWS).failed()
+    opened.expect(ROWS).open_prefill().send(ROWS).finish().landed()
+    rig.request("cut", prefills, decodes, ROWS).start(ROWS).landed()
+    rig.wait(CUT_S)
+    rig.request("uncut again", prefills, decodes, ROWS).start(ROWS).failed()
+
+
+def test_a_rank_that_would_stage_does_so_one_room_later() -> None:
+    """It has measured that its copies are slow."""
+
+    class SlowQueueing(Slow):
+        def orders(self, event: Event) -> bool:
+            return True
+
+    rig = Rig(FEW)
+    shards = tp_shards(FEW, 1)
+    prefills = rig.prefill(shards, memory=Memory(transport=Link), strategy="auto", kernels=SlowQueueing(rig.clock))
+    decodes = rig.decode(shards, memory=Memory(page_size=8, transport=Link), strategy="auto")
+    reports = [rig.request(name, prefills, decodes, 9).start(9).landed().sends[0].report for name in "123"]
+    assert [report.path for report in reports] == ["mapped", "slice", "staged"]
+    assert reports[1].reason.startswith("the room is uncut, so slice stands in for the choice (staged takes ")
+
+
+def test_a_rank_that_cannot_map_any_more_takes_another_path_without_staging() -> None:
+    """Its link was dropped after decode had asked for the room."""
+    rig = Rig(SPEC, options=Options(known_s=60.0))
+    prefills, decodes = ranks(rig)
+    rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
+    late = rig.request("late", prefills, decodes, ROWS).open_decode().expect(ROWS)
+    rig.wait(0.5)
+    transport = prefills[0].transport
+    assert isinstance(transport, Refusing)
+    transport.why = "no handle is left"
+    loop, epoch = prefills[0].endpoint._loop, decodes[0].endpoint._loop.me.epoch
+    loop._peer_effects(loop.peers._part(epoch, loop.now, notify=False))
+    late.open_prefill().send(ROWS).finish().landed()
+    assert [send.report.path for send in late.sends] == ["slice", "mapped"]
+    rig.request("next", prefills, decodes, ROWS).start(ROWS).landed()
+    rig.quiet()
+
+
+def test_nothing_is_kept_of_a_rank_whose_notice_comes_after_its_loss() -> None:
+    """Bells had ended its room."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig, kernels=(Queueing(),))
+    side, step = decodes[0].endpoint._side, decodes[0].endpoint.driver.step
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
+    rig.wait(0.5)
+    request.send(9)
+    rig.until(lambda: request.receives[0].phase is Phase.DONE, "bells")
+    for _ in range(5):
+        step(0.0)
+    request.finish()
+    for _ in range(4):
+        prefills[0].endpoint.driver.step(0.0)
+    loop, epoch = decodes[0].endpoint._loop, prefills[0].endpoint._loop.me.epoch
+    loop._peer_effects(loop.peers.shut(epoch, TransportError("the link is down"), loop.now))
+    step(0.0)
+    assert not side._uncut._unstaged
+
+
+def test_a_room_that_is_uncut_by_mistake_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill stages all that it sends. The next room is not concerned."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="auto")
+    with monkeypatch.context() as patch:
+        patch.setattr("disagg_kv.protocol.receive_room.Expect", lambda **of: Expect(**{**of, "uncut": True}))
+        failed = rig.request("wrong", prefills, decodes, 9).start(9).failed()
+    assert "the room is uncut, and staged needs staging memory" in str(failed.sends[0].error)
+    rig.request("right", prefills, decodes, 9).start(9).landed()
