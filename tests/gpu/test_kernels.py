@@ -153,7 +153,7 @@ def test_pools_and_staging_above_4_gib() -> None:
     _wait(TRITON.gather(pools[0], [move], staging[0], None))
     KERNELS["reference"].gather(pools[0], [move], staging[1], None)
     assert torch.equal(_tensor(staging[0]), _tensor(staging[1]))
-    assert int(_tensor(staging[0]).count_nonzero()) > part
+    assert int(_tensor(staging[0])[base:].count_nonzero()) > part
     sums = [_summed(KERNELS[name].checksum(pools[0], [move], None)) for name in ("triton", "reference")]
     assert sums[0] == sums[1]
 

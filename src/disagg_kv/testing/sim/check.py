@@ -159,6 +159,8 @@ class Checks:
         since = entry.waits_from if waits else entry.opened
         waits_long = waits or self._forgotten(error)
         most = 2 * SLACK_S + world.stood_still + (world.scenario.options.claim_s if waits_long else 0.0)
+        if FaultClass.MAPPING in world.hits:
+            most += world.scenario.options.silence_s  # it waits for a pool before it asks, or before it is asked
         took = 0.0 if since is None else world.now - since
         if survives(world.scenario.faults) and (took > most or error is None):
             self._fail("I4", f"{room.name(entry)}: waited {took:.3f} s of {most:.3f} s for the other side: {error}")
