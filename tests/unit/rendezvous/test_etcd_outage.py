@@ -151,14 +151,14 @@ def test_a_server_that_stands_still_is_a_lost_peer(server: EtcdServer, make: Mak
         began = time.monotonic()
         with pytest.raises(PeerLostError):
             call()
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0
     assert found(one) == ("there",)
     # A look-up of what is not known asks etcd for nothing, but the lease could not be renewed.
-    assert within(10.0, lambda: _lost(one, "unknown"))
+    assert within(60.0, lambda: _lost(one, "unknown"))
     time.sleep(2.0)
     server.send(signal.SIGCONT)
-    assert within(15.0, lambda: found(one, "unknown") is None)
-    assert within(15.0, lambda: found(fresh) == ("there",))
+    assert within(60.0, lambda: found(one, "unknown") is None)
+    assert within(60.0, lambda: found(fresh) == ("there",))
 
 
 @pytest.mark.parametrize("more", [0, 50], ids=["behind", "ahead"])
