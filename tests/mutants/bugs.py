@@ -112,8 +112,6 @@ BUGS: Sequence[Mutant] = (
            BELLS + "BellWatch._listen", "line.final_value)", "words[line.final_slot * 8] or -1)"),
     Mutant("aux data are not in place when bells end a room",
            BELLS + "BellWatch._stored", "self._store(self._aux)", "pass"),
-    Mutant("the final record of one writer is enough",
-           BELLS + "BellWatch._hear_final", "self._unended.remove(line)", "self._unended.clear()"),
     Mutant("a final record stands for the segments of its writer",
            BELLS + "BellWatch._hear_final", "self._unended.remove(line)",
            "self._unended.remove(line)\n    for waits in self._waits.values():\n"
