@@ -92,7 +92,7 @@ def test_a_room_begins_when_wishes_and_writers_are_known_in_any_order(order: int
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_room_is_uncut_as_the_last_of_two_events_says(order: int) -> None:
-    """Whoever comes first cannot know."""
+    """The first of them cannot know."""
     room = Room(begun=False)
     first, second = (room.awaited, room.introduced)[::order]
     out = room.say(first, evolve(second, uncut=True))

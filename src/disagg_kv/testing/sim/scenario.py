@@ -282,8 +282,8 @@ class Scenario:
         faults = _faults(seed, rng, allowed, shape.decode.world)
         stuck = FaultClass.QUARANTINE in faults
         requests = _requests(rng, shape, faults)
-        prefills, slot = shape.prefills, shape.slot_bytes
-        decode, scarce = shape.decode, stuck or (not survives(faults) and rng.random() < 0.2)
+        prefills, decode, slot = shape.prefills, shape.decode, shape.slot_bytes
+        scarce = stuck or (not survives(faults) and rng.random() < 0.2)
         options = _options(seed, rng)
         lease = slot + 256 * max(p.world for p in prefills)
         slow_kernels = rng.random() < 0.5 or slow_pulls(seed)
@@ -292,12 +292,10 @@ class Scenario:
         conversations: tuple[Conversation, ...] = ()
         if rng.random() < PREFIXES and _keeps(shape):
             space = min(split.pages * split.page_rows for split in (*prefills, decode))
-            drawn = [(request.rows, len(request.edges)) for request in requests]
+            drawn = [(one.rows, len(one.edges)) for one in requests]
             conversations, turns = converse(rng, drawn, space, decode.page_rows)
-            requests = tuple(
-                evolve(request, rows=turn.rows, edges=turn.edges, prompt=turn.prompt)
-                for request, turn in zip(requests, turns, strict=True)
-            )
+            pairs = zip(requests, turns, strict=True)
+            requests = tuple(evolve(a, rows=b.rows, edges=b.edges, prompt=b.prompt) for a, b in pairs)
             if not survives(faults):
                 decode = evolve(decode, pages=decode.pages // rng.choice((4, 8, 8)))
         elif scarce:
@@ -310,12 +308,10 @@ class Scenario:
         if not conversations and not stuck:
             requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
-        if FaultClass.MAPPING in allowed and slow_mappings(seed) and pulls_by_itself(seed):
-            requests = _spread(seed, requests)
-            options = evolve(options, link_bytes=OWN_LINK.nbytes, table_part=TABLE_PARTS[-1])
+        if FaultClass.MAPPING in allowed:
+            requests, options = _spread(seed, requests, options)
         selection = "+incremental" if conversations else ""
-        draws = random.Random(f"maps {seed}")
-        itself = pulls_by_itself(seed)
+        draws, itself = random.Random(f"maps {seed}"), pulls_by_itself(seed)
         maps, decode_path, prefill_paths = paths_of(seed, decode.world, decode_path, draws)
         if agrees(seed, decode.world):
             options = evolve(options, bells=options.bells or BOARDS[-1])
@@ -545,10 +541,16 @@ def _chunked(seed: int, shape: Shape, requests: tuple[Request, ...]) -> tuple[Re
     return (*requests[:number], long, *requests[number + 1 :])
 
 
-def _spread(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
-    """Some requests begin later: pools have been mapped by then, or still are, and links may have been dropped."""
+def _spread(seed: int, requests: tuple[Request, ...], options: Options) -> tuple[tuple[Request, ...], Options]:
+    """Where pools are mapped slowly for pulls by ``auto``, some requests begin later, and one unused link is kept.
+
+    Pools have been mapped by then, or still are, and links may have been dropped.
+    """
+    if not (slow_mappings(seed) and pulls_by_itself(seed)):
+        return requests, options
     rng = random.Random(f"spread {seed}")
-    return tuple(evolve(one, at=one.at + rng.choice((0.0, 0.0, 1.5, 2.6, 3.4))) for one in requests)
+    later = tuple(evolve(one, at=one.at + rng.choice((0.0, 0.0, 1.5, 2.6, 3.4))) for one in requests)
+    return later, evolve(options, link_bytes=OWN_LINK.nbytes, table_part=TABLE_PARTS[-1])
 
 
 def _unmet(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
