@@ -13,7 +13,7 @@ from .bench_chunks import chunks
 from .bench_grant import grant
 from .bench_pipeline import pipeline
 from .bench_prefix import prefix
-from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Transport, Verify
+from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Transport, Verify, number
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def transfer(
     verify: Annotated[Verify, typer.Option(help="Measure each strategy once more with checksums.")] = "off",
     bells: Annotated[bool, typer.Option("--bells", help="Measure each strategy once more with bells.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
+    timeout: Annotated[float, number(1, text="Seconds after which one transfer has failed.")] = 120.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Move one request with several strategies in turns, and compare them with plain bulk writes.
@@ -123,7 +123,7 @@ def adapter(
     transport: Annotated[str, typer.Option(help="A transport with a library behind it: nixl, mooncake.")] = "nixl",
     small: Annotated[int, typer.Option(min=1, help="Measured writes of 64 KiB, of each kind.")] = 1000,
     large: Annotated[int, typer.Option(min=1, help="Measured writes of 16 MiB, of each kind.")] = 60,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one write has failed.")] = 60.0,
+    timeout: Annotated[float, number(1, text="Seconds after which one write has failed.")] = 60.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Write through a transport and through the library's own call in turns, and show what the transport adds."""

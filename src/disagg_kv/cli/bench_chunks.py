@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .options import number
 from .output import JsonFlag, emit, progress
 
 
@@ -19,7 +20,7 @@ def chunks(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk, and of a page.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="Layers, of one head of two bytes.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Measured requests of each strategy and length.")] = 5,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a request has failed.")] = 120.0,
+    timeout: Annotated[float, number(1, text="Seconds after which a request has failed.")] = 120.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Move a request of very many small chunks, and one with a quarter of the chunks, between two processes.

@@ -9,14 +9,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .options import number
 from .output import JsonFlag, emit, progress
 
 
 def grant(
     transport: Annotated[str, typer.Option(help="Carries the bytes, after the grants were measured.")] = "shm",
     repeats: Annotated[int, typer.Option(min=1, help="Round trips of each kind, rounded up to whole rooms.")] = 1000,
-    pause: Annotated[float, typer.Option(help="Seconds of silence before each request of the second rhythm.")] = 0.01,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a grant or a room has failed.")] = 60.0,
+    pause: Annotated[float, number(0, text="Seconds of silence before each request of the second rhythm.")] = 0.01,
+    timeout: Annotated[float, number(1, text="Seconds after which a grant or a room has failed.")] = 60.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Request one grant after another, and send bare ZeroMQ frames of the same number, sizes and rhythm.

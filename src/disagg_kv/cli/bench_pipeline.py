@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .options import HeadDim, KvHeads, Layers
+from .options import HeadDim, KvHeads, Layers, number
 from .output import JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -27,14 +28,14 @@ def pipeline(
     layers: Layers = 32,
     kv_heads: KvHeads = 4,
     head_dim: HeadDim = 64,
-    compute: Annotated[float, typer.Option(help="Emulated seconds to compute that request.")] = 0.4,
+    compute: Annotated[float, number(0, text="Emulated seconds to compute that request.")] = 0.4,
     ratios: Annotated[str, typer.Option(help="Comma-separated: seconds of wire per second of compute.")] = "0.5,1,2",
     lengths: Annotated[str, typer.Option(help="Comma-separated: prompts of the sweep, in tokens.")] = (
         "64,256,1024,4096,16384"
     ),
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per ratio and schedule.")] = 20,
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs per length of the sweep.")] = 30,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
+    timeout: Annotated[float, number(1, text="Seconds after which one transfer has failed.")] = 120.0,
     plot: Annotated[Path | None, typer.Option(help="Write an SVG picture of the sweep here.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -57,7 +58,7 @@ def pipeline(
         timeout_s=timeout,
     )
     shape = PipelineShape(
-        transfer, compute, tuple(_numbers(ratios)), tuple(int(number) for number in _numbers(lengths)), pairs
+        transfer, compute, tuple(_numbers(ratios)), tuple(int(length) for length in _numbers(lengths)), pairs
     )
     with progress() as bar:
         task = bar.add_task("starting", total=1 + len(shape.ratios) + len(shape.lengths))
@@ -70,9 +71,12 @@ def pipeline(
 
 def _numbers(text: str) -> list[float]:
     try:
-        return [float(word) for word in text.split(",") if word.strip()]
+        numbers = [float(word) for word in text.split(",") if word.strip()]
     except ValueError as exc:
         raise typer.BadParameter(f"{text!r} is not a list of numbers") from exc
+    if not all(map(math.isfinite, numbers)):
+        raise typer.BadParameter(f"{text!r} has a number that is not finite")
+    return numbers
 
 
 def _overlaps(report: PipelineReport) -> Table:

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .options import number
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def prefix(
     shared_tokens: Annotated[int, typer.Option(min=1, help="Largest shared prefix, in tokens.")] = 7000,
     own_tokens: Annotated[int, typer.Option(min=1, help="Largest part of a prompt after it, in tokens.")] = 1000,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Largest number of tokens to generate.")] = 1067,
-    range_ratio: Annotated[float, typer.Option(help="The shortest length, as a share of the longest.")] = 0.5,
+    range_ratio: Annotated[float, number(0, 1, text="The shortest length, as a share of the longest.")] = 0.5,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of lengths, tokens and order.")] = 0,
     parameters: Annotated[

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import DecodePageSize, Device, Layers, PageSize, Transport, Verify
+from .options import DecodePageSize, Device, Layers, PageSize, Transport, Verify, number
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def demo(
     layer_group: LayerGroup = 1,
     trace: Annotated[Path | None, typer.Option(help="Write a trace of the endpoints for ui.perfetto.dev.")] = None,
     verify: Annotated[Verify, typer.Option(help="Verify received data with checksums.")] = "off",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the demo fails.")] = 300.0,
+    timeout: Annotated[float, number(1, text="Seconds after which the demo fails.")] = 300.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Move a model's cache between process groups, generate from it, and compare tokens and bytes.
@@ -207,9 +207,9 @@ def _kv_bytes(report: Report) -> str:
 
 def _turns(report: Report) -> Table:
     table = Table("turn", "prompt tokens", "held by decode", "KV bytes", "at best", title="Turns")
-    for number, turn in enumerate(report.turns):
+    for place, turn in enumerate(report.turns):
         held = f"{turn.held_tokens:,}"
-        table.add_row(str(number), f"{turn.prompt_tokens:,}", held, f"{turn.kv_bytes:,}", f"{turn.kv_bytes_ideal:,}")
+        table.add_row(str(place), f"{turn.prompt_tokens:,}", held, f"{turn.kv_bytes:,}", f"{turn.kv_bytes_ideal:,}")
     return table
 
 

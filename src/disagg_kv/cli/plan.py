@@ -14,7 +14,7 @@ from ..geometry import CacheSpec, Shard, conversions, shard, stages
 from ..planning import Batch, CostModel, Groups, LayerRun, MeasuredRates, Pace
 from ..planning.cost import rounded
 from ..strategies import Explanation, LayerPipelined, PairCount, explain
-from .options import DecodePageSize, Layers, PageSize
+from .options import DecodePageSize, Layers, PageSize, number
 from .output import Json, JsonFlag, emit
 from .plan_lanes import PairChoice, PlannedLane, chosen, hosts_of, planned
 
@@ -48,9 +48,7 @@ def plan(
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
     slot_mib: Annotated[int, typer.Option(min=1, help="MiB of a prefill staging slot.")] = 64,
     ring_mib: Annotated[int, typer.Option(min=1, help="MiB of a decode rank's ring; a lease has at most 1/8.")] = 4096,
-    layer_us: Annotated[
-        float | None, typer.Option(min=0, help="Microseconds to compute one layer of all these tokens.")
-    ] = None,
+    layer_us: Annotated[float | None, number(0, text="Microseconds to compute one layer of all these tokens.")] = None,
     layer_group: Annotated[int | None, typer.Option(min=1, help="Layers per group; overrides every rule.")] = None,
     maps: Annotated[
         bool, typer.Option("--maps", help="The transport maps decode's pool; with --transport: shm allocated the pool.")
@@ -62,12 +60,10 @@ def plan(
     decode_hosts: Annotated[str, typer.Option(help="Hosts of the decode ranks; one name: all are there.")] = "a",
     writes_gb_s: Annotated[
         float | None,
-        typer.Option(
-            min=1e-3, max=1e6, help="Measured GB/s of the transport's writes; default: as the transport states."
-        ),
+        number(1e-3, 1e6, text="Measured GB/s of the transport's writes; default: as the transport states."),
     ] = None,
     copies_gb_s: Annotated[
-        float | None, typer.Option(min=1e-3, max=1e6, help="The same of copies into mapped pages, and out of them.")
+        float | None, number(1e-3, 1e6, text="The same of copies into mapped pages, and out of them.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

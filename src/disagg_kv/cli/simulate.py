@@ -13,6 +13,7 @@ from ..testing.fleet import FleetPlan, fleet_size, named_faults
 from ..testing.sim import EVERY, GATE, FaultClass, Kind, Summary, simulate_many, trace
 from ..testing.sim.fault import named
 from .fleet import fleet
+from .options import number
 from .output import Json, JsonFlag, emit, log, progress
 
 
@@ -36,7 +37,7 @@ def simulate(
     fleet_of: Annotated[
         str, typer.Option("--fleet", help="Simulate one fleet in place of worlds: PREFILLSxDECODES, such as 200x200.")
     ] = "",
-    seconds: Annotated[float, typer.Option(help="Simulated seconds of a fleet's traffic.")] = 60.0,
+    seconds: Annotated[float, number(0, text="Simulated seconds of a fleet's traffic.")] = 60.0,
     links: Annotated[
         int, typer.Option(min=0, help="Budget of links of each rank of a fleet; 0: that of an endpoint.")
     ] = 0,

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..errors import ConfigurationError, DisaggKVError, PeerLostError, text_of
 from ..observe.status import default_folder, read_status, sockets
+from .options import number
 from .output import JsonFlag, emit
 
 Status = dict[str, Any]
@@ -31,7 +32,7 @@ def top(
         Path | None, typer.Argument(help="A socket, or a folder of sockets; default: the folder of this user.")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
-    every_s: Annotated[float, typer.Option("--every", min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, number(0.1, 3600, text="Seconds between two looks.")] = 1.0,
     rooms: Annotated[int, typer.Option(min=0, help="Rooms that are shown of each endpoint.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
@@ -44,7 +45,7 @@ def top(
     with Live(console=Console(), auto_refresh=False, screen=True) as live:
         while True:
             live.update(Group(*shown(look(place), rooms)), refresh=True)
-            time.sleep(every_s)
+            time.sleep(every)
 
 
 def look(place: Path) -> list[Status]:

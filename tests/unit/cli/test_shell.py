@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 import typer
 from rich.text import Text
 
-from disagg_kv.cli.main import COMMANDS, main, run
+from disagg_kv.cli.main import COMMANDS, build, main, run
 from disagg_kv.cli.output import JsonFlag, emit, progress
 from disagg_kv.errors import ConfigurationError, DisaggKVError, PeerLostError
 
@@ -94,6 +95,44 @@ def test_with_json_a_wrong_command_line_is_a_document_too(capsys: pytest.Capture
     found = document(capsys.readouterr().out)
     assert found["ok"] is False
     assert found["error"] == {"type": "UsageError", "message": "No such option: --what"}
+
+
+def numbers_of(app: typer.Typer, names: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of a command line up to one option that takes a number with a fraction, for each such option."""
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        yield from numbers_of(group.typer_instance, (*names, str(group.name)))
+    for one in app.registered_commands:
+        body = one.callback
+        assert body is not None
+        for name, kind in get_type_hints(body, include_extras=True).items():
+            if get_origin(kind) is Annotated and float in (kind.__origin__, *get_args(kind.__origin__)):
+                yield (*names, one.name or body.__name__, f"--{name.replace('_', '-')}")
+
+
+NUMBERS = sorted(numbers_of(build([])))
+
+
+def test_the_options_with_fractions_were_found() -> None:
+    assert len(NUMBERS) >= 14
+    assert ("plan", "--layer-us") in NUMBERS
+    assert ("bench", "grant", "--pause") in NUMBERS
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "-1"])
+@pytest.mark.parametrize("words", NUMBERS, ids=" ".join)
+def test_a_number_that_is_not_finite_or_negative_is_refused_before_anything_runs(
+    words: Sequence[str], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, value]) == 2
+    assert f"Invalid value for '{words[-1]}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ratios", "--lengths"])
+@pytest.mark.parametrize("value", ["nan", "1,inf", "1,two"])
+def test_a_list_of_numbers_has_finite_ones_alone(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "pipeline", option, value]) == 2
+    assert repr(value) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
