@@ -19,14 +19,16 @@ from torch import distributed
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
+from ..channels.reach import reached_at
 from ..endpoints import DecodeEndpoint, Environment, PrefillEndpoint, threads_on
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, UnknownNameError
 from ..geometry import Shard
 from ..ids import Role
 from ..memory import Event, MemoryPool
 from ..protocol import Options
 from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
-from ..transports import transport
+from ..transports import Transport, between_processes
+from ..transports.lane_offers import JOIN
 from ..transports.registry import AUTO
 from .options import EngineOptions
 from .shown import Shown
@@ -151,8 +153,10 @@ def _open(
     undo.callback(shown.close)
 
     def connections(role: Role, name: str) -> dict[str, Any]:
-        carrier = None if options.transport == AUTO else transport(options.transport)
         channel = _channel(options, scratch, f"{role}{rank}")
+        undo.callback(channel.close)
+        carrier = _transport(options, device, channel)
+        undo.callback(carrier.close, 0.0)
         own[role == "decode"] = channel.address
         observer = shown.observer(role, name)
         return {"transport": carrier, "channel": channel, "instance": name, "observer": observer, **common}
@@ -248,6 +252,22 @@ def _channel(options: EngineOptions, scratch: Path | None, name: str) -> Channel
         secret, allowed = options.keys.split(",")
         keys = Keys.load(secret, allowed)
     return ZmqChannel(options.listen or "tcp://127.0.0.1:0", keys=keys)
+
+
+def _transport(options: EngineOptions, device: str, channel: Channel) -> Transport:
+    """The transport of the options for memory on a device, as far as a channel reaches.
+
+    Raises:
+        UnknownNameError: a transport, or an option of one, of another name.
+        ConfigurationError: it cannot move such memory.
+    """
+    name, given, host = options.transport, options.transport_options, reached_at(channel.address)
+    if name == AUTO or JOIN in name:
+        return between_processes(name, device, host, **given)
+    for other in given:
+        if other != name:
+            raise UnknownNameError("transport with options", other, [name])
+    return between_processes(name, device, host, **given.get(name, {}))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Self
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
@@ -17,6 +17,17 @@ from .common import COMMON, DESCRIPTIONS, OWN
 CHANNELS = ("unix", "zmq")
 
 
+def _by_transport(given: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, object]]:
+    every = arguments.mapping(given, "transport_options")
+    return {
+        arguments.text(name, "transport_options: name"): {
+            arguments.text(option, f"transport_options of {name!r}: name"): value
+            for option, value in arguments.mapping(of, f"transport_options of {name!r}").items()
+        }
+        for name, of in every.items()
+    }
+
+
 @frozen(kw_only=True)
 class EngineOptions:
     """Options of an adapter; each default works between instances on one host.
@@ -25,6 +36,8 @@ class EngineOptions:
         strategy: path and schedule, as for :func:`~disagg_kv.strategies.strategy`; the selection is ``incremental``.
         transport: name of a transport, of several as ``"cuda_ipc+nixl"``, or ``"auto"``: ``shm`` for CPU memory,
             ``cuda_ipc`` for GPUs, and a network if ``listen`` is an address that other hosts can reach.
+        transport_options: of some of these transports, by name: ``{"nixl": {"drain_s": 120}}``. Without them, each has
+            what its place needs: the GPU, and of ``listen`` the address at which other hosts reach it.
         channel: ``unix`` (processes of one user on one host) or ``zmq``.
         listen: where the channel listens: a directory of socket files for ``unix``, an address such as
             ``tcp://10.0.0.1:0`` for ``zmq``; "": a fresh directory, ``tcp://127.0.0.1:0``.
@@ -52,6 +65,7 @@ class EngineOptions:
 
     strategy: str = "auto"
     transport: str = "auto"
+    transport_options: Mapping[str, Mapping[str, object]] = field(factory=dict, converter=_by_transport, hash=False)
     channel: str = "unix"
     listen: str = ""
     rendezvous: str = ""

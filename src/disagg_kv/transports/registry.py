@@ -44,6 +44,10 @@ NO_NETWORK = "peers of this host need no network; name it to have it"
 AUTO_LANES = {"cpu": ("shm", "nixl", "mooncake"), "cuda": ("cuda_ipc", "nixl", "mooncake")}
 """By kind of memory: the lane within a host, then those between hosts, of which the first that starts is taken."""
 
+FAR_DRAIN_S = 120.0
+"""Seconds after which a process of another host that has ended writes nothing more over NIXL. Its kernel may send its
+last bytes again for 100 seconds, on a broken link."""
+
 _DEFAULTS = {"cpu": "shm", "cuda": "cuda_ipc"}
 _registered: dict[str, Factory] = {}
 
@@ -63,8 +67,9 @@ def transport(name: str, **options: object) -> Transport:
     Names joined by ``+`` make one of several transports, as :func:`~disagg_kv.transports.combine`; ``options`` are then
     those of each, by its name: ``transport("shm+nixl", nixl={"num_threads": 2})``. One that cannot start here is left
     out, with a warning. ``"auto"`` takes those that start, see :data:`AUTO_LANES`. Besides, it has the options
-    ``device``, the pool's device, and ``network``. False: all peers are on this host, and none of the lanes between
-    hosts is started, unless the lane within the host does not start.
+    ``device``, the pool's device; ``network``, False: all peers are on this host, and none of the lanes between hosts
+    is started, unless the lane within the host does not start; and ``host``, for a network with an option of that name:
+    the address at which other hosts reach this one.
 
     Raises:
         UnknownNameError: no transport, or no option of it, has that name; lists those that there are.
@@ -73,8 +78,9 @@ def transport(name: str, **options: object) -> Transport:
     """
     name = arguments.text(name, "name of a transport")
     if name == AUTO:
-        device, network = options.pop("device", "cpu"), arguments.flag(options.pop("network", True), "network")
-        return _auto(arguments.text(device, "device"), _by_lane(_lanes_for(device), options), network)
+        device = arguments.text(options.pop("device", "cpu"), "device")
+        network, host = arguments.flag(options.pop("network", True), "network"), options.pop("host", "")
+        return _auto(device, _by_lane(_lanes_for(device), options), network, arguments.text(host, "host"))
     if JOIN in name:
         lanes = lane_names(name)
         return _several(name, lanes, _by_lane(lanes, options))
@@ -83,13 +89,17 @@ def transport(name: str, **options: object) -> Transport:
 
 def _one(name: str, options: Mapping[str, object]) -> Transport:
     factory = factory_of(name)
-    parameters = inspect.signature(factory).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()):
+        known = _options_of(factory)
         for option in options:
             if option not in known:
                 raise UnknownNameError(f"option of transport {name!r}", option, known)
     return factory(**options)
+
+
+def _options_of(factory: Factory) -> list[str]:
+    parameters = inspect.signature(factory).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _by_lane(lanes: Sequence[str], options: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
@@ -148,13 +158,14 @@ def _lanes_for(device: object) -> tuple[str, ...]:
     return AUTO_LANES[kind]
 
 
-def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: bool) -> Transport:
+def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: bool, host: str) -> Transport:
     """What starts of :data:`AUTO_LANES`; the others stay in ``left_out``."""
     near, *networks = _lanes_for(device)
     made, left_out = _started([near], options, options)
     try:
         if network or not made:
-            made, left_out = _with_network(made, left_out, networks, device, options)
+            placed = {lane: {**_placed(lane, device, host), **options.get(lane, {})} for lane in networks}
+            made, left_out = _with_network(made, left_out, device, placed, options)
         else:
             left_out |= dict.fromkeys(networks, NO_NETWORK)
         if not made:
@@ -171,17 +182,17 @@ def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: boo
 def _with_network(
     made: list[Transport],
     left_out: dict[str, str],
-    networks: Sequence[str],
     device: str,
-    options: Mapping[str, Mapping[str, object]],
+    networks: Mapping[str, Mapping[str, object]],
+    given: Container[str],
 ) -> tuple[list[Transport], dict[str, str]]:
-    """Also the first of some networks that starts and moves memory on the device."""
+    """Also the first of some networks, each with its options, that starts and moves memory on the device."""
     network = ""
     for lane in networks:
         if network:
             left_out[lane] = f"{network!r} reaches the same peers"
             continue
-        found, whys = _started([lane], {lane: {**_device_options(lane, device), **options.get(lane, {})}}, options)
+        found, whys = _started([lane], networks, given)
         made, left_out = [*made, *found], {**left_out, **whys}
         if found and device.partition(":")[0] not in found[0].caps.devices:
             left_out[lane] = f"it moves memory of kind {', '.join(sorted(found[0].caps.devices))}"
@@ -191,10 +202,16 @@ def _with_network(
     return made, left_out
 
 
-def _device_options(lane: str, device: str) -> dict[str, object]:
-    """What a transport needs for memory on a device, between any hosts."""
+def _placed(lane: str, device: str, host: str) -> dict[str, object]:
+    """What a transport needs for memory on a device, and to be reached at ``host`` by other hosts, if that is given."""
     kind, _, index = device.partition(":")
-    return {"cuda_device": _index(device, index)} if (kind, lane) == ("cuda", "nixl") else {}
+    options: dict[str, object] = {"cuda_device": _index(device, index)} if (kind, lane) == ("cuda", "nixl") else {}
+    known = _options_of(factory_of(lane)) if host else ()
+    if "host" in known:
+        options["host"] = host
+    if lane == "nixl" and "drain_s" in known:
+        options["drain_s"] = FAR_DRAIN_S
+    return options
 
 
 def default_transport(device: str) -> str:
@@ -209,19 +226,25 @@ def default_transport(device: str) -> str:
     return _DEFAULTS[kind]
 
 
-def between_processes(name: str, device: str = "cpu", **options: object) -> Transport:
-    """``transport(name, ...)`` for memory on a device, between processes of one host: with what GPU memory takes there.
+def between_processes(name: str, device: str = "cpu", host: str = "", /, **options: object) -> Transport:
+    """``transport(name, ...)`` for memory on a device, between processes: with what GPUs and networks need there.
+
+    Args:
+        name: of a transport, of several, or ``"auto"``.
+        device: of the memory.
+        host: the address at which other hosts reach this one; empty: all peers are on this host. A transport with an
+            option of that name gets it.
+        options: as for :func:`transport`; they come first.
 
     Raises:
         ConfigurationError: also where it cannot move such memory.
     """
     kind = arguments.text(device, "device").partition(":")[0]
     if name == AUTO:
-        return transport(AUTO, **{"device": device, "network": False, **options})
+        return transport(AUTO, **{"device": device, "network": bool(host), "host": host, **options})
     if JOIN in name:
-        return on_device(transport(name, **_for_lanes(name, device, options)), device)
-    options = {**_one_host(name, device), **options}
-    made = transport(name, **options)
+        return on_device(transport(name, **_for_lanes(name, device, host, options)), device)
+    made = transport(name, **{**_between(name, device, host), **options})
     if kind not in made.caps.devices:
         made.close(0.0)
         raise ConfigurationError(
@@ -230,17 +253,17 @@ def between_processes(name: str, device: str = "cpu", **options: object) -> Tran
     return made
 
 
-def _for_lanes(name: str, device: str, options: Mapping[str, object]) -> dict[str, object]:
+def _for_lanes(name: str, device: str, host: str, options: Mapping[str, object]) -> dict[str, object]:
     given = _by_lane(lane_names(name), options)
-    every = {lane: {**_one_host(lane, device), **given.get(lane, {})} for lane in lane_names(name)}
+    every = {lane: {**_between(lane, device, host), **given.get(lane, {})} for lane in lane_names(name)}
     return {lane: of for lane, of in every.items() if of}
 
 
-def _one_host(lane: str, device: str) -> dict[str, object]:
-    """What a transport needs for memory on a device, between processes of one host."""
-    if lane == "mooncake" and device.startswith("cuda"):
+def _between(lane: str, device: str, host: str) -> dict[str, object]:
+    """What a transport needs between processes; see :func:`between_processes`."""
+    if lane == "mooncake" and device.startswith("cuda") and not host:
         return {"protocol": "nvlink_intra"}
-    return _device_options(lane, device)
+    return _placed(lane, device, host)
 
 
 def available() -> dict[str, str | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.channels import Hub, InprocChannel, ZmqChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 from disagg_kv.geometry import CacheSpec, shard
@@ -208,6 +208,72 @@ def test_auto_starts_no_network_for_peers_of_one_host_unless_the_lane_within_it_
     assert combined_of("auto", network=False).name == "other"
     with pytest.raises(ConfigurationError, match="network"):
         transport("auto", network="no")
+
+
+class Wire(InprocTransport):
+    """Other hosts reach it at an address of its host."""
+
+    name = "wire"
+
+    def __init__(self, host: str = "127.0.0.1", drain_s: float = 5.0) -> None:
+        super().__init__()
+        self.host, self.drain_s = host, drain_s
+
+
+@pytest.mark.parametrize("name", ["auto", "shm+mooncake", "mooncake"])
+def test_a_network_gets_the_address_at_which_other_hosts_reach_this_one(name: str) -> None:
+    """If it has an option for that, and none is given."""
+    register_transport("nixl", not_here)
+    register_transport("mooncake", Wire)
+
+    def host(**options: object) -> str:
+        made = between_processes(name, "cpu", "10.0.0.7", **options)
+        (wire,) = made.lanes[1:] if isinstance(made, CombinedTransport) else [made]
+        assert isinstance(wire, Wire)
+        return wire.host
+
+    assert host() == "10.0.0.7"
+    own: dict[str, object] = {"host": "10.0.0.8"}
+    assert host(**own if name == "mooncake" else {"mooncake": own}) == "10.0.0.8"
+    register_transport("nixl", Other)
+    assert between_processes("nixl", "cpu", "10.0.0.7").name == "other"
+    with pytest.raises(ConfigurationError, match="host"):
+        transport("auto", host=7)
+
+
+@pytest.mark.parametrize("name", ["auto", "shm+nixl", "nixl"])
+def test_peers_of_other_hosts_have_longer_to_write_their_last_bytes_over_nixl(name: str) -> None:
+    """Unless an option says otherwise."""
+    register_transport("nixl", Wire)
+
+    def drain_s(host: str, **options: object) -> float:
+        made = between_processes(name, "cpu", host, **options)
+        (wire,) = made.lanes[1:] if isinstance(made, CombinedTransport) else [made]
+        assert isinstance(wire, Wire)
+        return wire.drain_s
+
+    own: dict[str, object] = {"drain_s": 7.0}
+    assert drain_s("10.0.0.7") == registry.FAR_DRAIN_S
+    assert drain_s("10.0.0.7", **own if name == "nixl" else {"nixl": own}) == 7.0
+    if name != "auto":
+        assert drain_s("") == 5.0
+
+
+def test_an_endpoint_without_a_transport_is_reached_at_the_address_of_its_channel() -> None:
+    """Its own choice has a network only if the channel leaves the host."""
+    register_transport("nixl", not_here)
+    register_transport("mooncake", Wire)
+    spec = CacheSpec.kv(1, 1, 8, "int8")
+    pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=2)
+    found = []
+    for advertise in ("10.0.0.7", None):
+        channel = ZmqChannel(advertise=advertise, unencrypted_network=True)
+        end = PrefillEndpoint(pool, channel=channel, rendezvous=StaticRendezvous({}), instance="p", slot_bytes=1 << 12)
+        found.append(end.driver.loop.me.transport)
+        end.close()
+    assert isinstance(found[0], CombinedTransport)
+    assert [getattr(lane, "host", "") for lane in found[0].lanes] == ["", "10.0.0.7"]
+    assert found[1].name == "shm"
 
 
 def test_auto_needs_something_that_moves_the_pools_memory() -> None:

@@ -8,7 +8,7 @@ from weakref import ref
 
 from ... import arguments
 from ...channels import Channel
-from ...channels.reach import leaves_host
+from ...channels.reach import leaves_host, reached_at
 from ...errors import ConfigurationError
 from ...geometry import Shard, Site
 from ...ids import Rank, RegionId, Role
@@ -18,8 +18,7 @@ from ...protocol import Options
 from ...rendezvous import Rendezvous
 from ...strategies import TransferPlanner
 from ...trace import Observer, Silent
-from ...transports import Transport
-from ...transports import transport as named_transport
+from ...transports import Transport, between_processes
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
 from ...transports.registry import AUTO
 from .environment import Environment
@@ -64,12 +63,14 @@ def carrier(transport: Transport | Sequence[Transport] | None, device: str, chan
     """The transport, or several as one: those that move memory on the pool's device.
 
     Of None, what starts here. A network is left out where the channel does not leave the host: no peer would use it.
+    Other hosts reach it at the channel's address.
 
     Raises:
         ConfigurationError: no transport, or lanes that cannot be combined, or of which none moves such memory.
     """
     if transport is None:
-        return named_transport(AUTO, device=device, network=leaves_host(channel.address))
+        address = channel.address
+        return between_processes(AUTO, device, reached_at(address), network=leaves_host(address))
     if isinstance(transport, Sequence):
         transport = combined_or_alone(check_lanes(transport, "transport"))
     check_transport(transport, "transport")

@@ -11,14 +11,13 @@ from torch.distributed.distributed_c10d import Store
 
 from ....channels import Keys, ZmqChannel
 from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
-from ....errors import PeerLostError, UnknownNameError
+from ....errors import PeerLostError
 from ....ids import RoomId
 from ....memory import PagedPool
 from ....protocol import Options, Phase
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
-from ....transports import Transport, between_processes, transport
-from ....transports.registry import AUTO
+from ....transports import Transport, between_processes
 from .config import LOOPBACK, DemoConfig, Kind
 from .inject import WrongGather
 from .member import Member, wait_for
@@ -171,13 +170,8 @@ def _channel(member: Member, host: str) -> ZmqChannel:
 
 
 def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
-    """The chosen transport; if it has an option ``host``, with the address at which others reach it."""
-    if config.transport == AUTO:
-        return transport(AUTO, device=device, network=host != LOOPBACK)
-    try:
-        return between_processes(config.transport, device, **({} if host == LOOPBACK else {"host": host}))
-    except UnknownNameError:
-        return between_processes(config.transport, device)
+    """The chosen transport, which others reach at ``host``."""
+    return between_processes(config.transport, device, "" if host == LOOPBACK else host)
 
 
 def _moved(handle: Handle) -> Moved:
