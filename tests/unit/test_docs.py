@@ -27,7 +27,7 @@ from tests.support.pages import PAGES, ROOT, blocks, marked, name_of, parse
 CHEAP = ("--version", "plan", "doctor")
 """Commands that are run here; ``demo`` and ``bench`` have tests of their own."""
 
-SAVED = {"transport": "tutorial_transport", "async": "async_transport"}
+SAVED = {"transport": "tutorial_transport", "async": "async_transport", "names": "my_transports"}
 """Blocks with these markers are files of the reader, not run with the others."""
 
 PYTHON_PAGES = [p for p in PAGES if any(b.language == "python" and not b.skipped for b in blocks(p))]

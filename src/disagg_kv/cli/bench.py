@@ -13,13 +13,16 @@ from .bench_chunks import chunks
 from .bench_grant import grant
 from .bench_pipeline import pipeline
 from .bench_prefix import prefix
-from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Transport, Verify, number
+from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Verify, number
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
     from ..bench import TransferReport
 
 Order = Literal["NHD", "HND"]
+Transport = Annotated[
+    str | None, typer.Option(help="A transport, or several joined by +; default: shm for the CPU, cuda_ipc for GPUs.")
+]
 
 
 def register(app: typer.Typer) -> None:

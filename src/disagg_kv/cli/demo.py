@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import DecodePageSize, Device, Layers, PageSize, Transport, Verify, number
+from .options import DecodePageSize, Device, Layers, PageSize, Verify, number
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class Model(StrEnum):
 
 ModelOption = Annotated[
     Model, typer.Option(help="Llama; latents (DeepSeek-V3); states (Qwen3-Next, Falcon-H1); a window (Qwen3).")
+]
+Transport = Annotated[
+    str | None,
+    typer.Option(help="A transport, or several joined by +; default: auto, which takes what reaches the peers."),
 ]
 PrefillHost = Annotated[
     str, typer.Option(help="Prefill's address for decode; off 127.0.0.1 only control frames are encrypted.")

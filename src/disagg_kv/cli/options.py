@@ -10,9 +10,6 @@ import typer
 Device = Literal["cpu", "cuda"]
 Verify = Literal["off", "sampled", "full"]
 
-Transport = Annotated[
-    str | None, typer.Option(help="A transport, or several joined by +; default: shm for the CPU, cuda_ipc for GPUs.")
-]
 Layers = Annotated[int, typer.Option(min=1, help="Layers of the model.")]
 KvHeads = Annotated[int, typer.Option(min=1, help="K and V heads of a layer.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Elements of one head.")]

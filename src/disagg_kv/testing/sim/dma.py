@@ -26,7 +26,6 @@ MODES = (
     FaultClass.QUARANTINE,
 )  # fmt: skip
 
-
 UNLIKE = 0.4
 """Share of such worlds in which half of an endpoint's peers have a lane that maps nothing."""
 
