@@ -60,6 +60,8 @@ class DrainingRoom(Machine[Receiving]):
         self._writers: dict[Epoch, Writer] = {}
         self._exposed = False
         self._declined = False
+        self.broken = False
+        """The room has failed because a prefill rank could not send it, or a copy out of its pages has failed."""
 
     @property
     def writers(self) -> tuple[Epoch, ...]:

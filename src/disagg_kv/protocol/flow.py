@@ -88,7 +88,8 @@ class FlowPlan:
         pace: how fast we are, once all is sent.
         bells: where its segments may be announced before their frames; None: nowhere.
         lane: the name of what carries its bytes.
-        unstaged: our choice among all paths needs no staging memory, and we could copy into mapped pages.
+        unstaged: our choice among all paths needs no staging memory, and we could copy into mapped pages; None: we send
+            no rows.
     """
 
     rank: Rank
@@ -103,7 +104,7 @@ class FlowPlan:
     bells: WireBells | None = None
     lane: str = ""
     pulled: bool = False
-    unstaged: bool = False
+    unstaged: bool | None = None
 
 
 class Flow(Machine[Sending]):
@@ -138,6 +139,7 @@ class Flow(Machine[Sending]):
         self._bells: dict[Segment, int] = {}
         self._stated = False
         self._lost = False
+        self._broken = False
 
     @property
     def peer_name(self) -> str:
@@ -345,6 +347,7 @@ class Flow(Machine[Sending]):
                 self.outbound.move(part, SegmentStep.GRANTED)
                 self._use(event.segment, part)
                 return
+        self._broken = True
         error = ours(event.error, self._name(), **self.who)
         # A transport knows its peer by another name, and no room.
         self._fail(error.about(self._name()) if isinstance(error, TransportError | PeerLostError) else error)
@@ -447,13 +450,14 @@ class Flow(Machine[Sending]):
         self._on_lost(Lost(event.peer, PeerLostError(f"{self._name()}: the peer's process has ended")))
 
     def _on_cancel(self, event: Cancel) -> None:
+        self._broken = self.plan is None
         self._fail(ours(event.error, self._name()))
 
     def _fail(self, error: DisaggKVError) -> None:
         self.error = error
         self._stop_moving()
         if self.state is Sending.ABORTING:
-            abort = Abort(**self._head, reason=words(error))
+            abort = Abort(**self._head, reason=words(error), broken=self._broken)
             self._out.append(self._repeat.start("abort", Send(self.peer, abort), self.now))
 
     def _stop_moving(self) -> None:
@@ -474,11 +478,11 @@ class Flow(Machine[Sending]):
             self.state = Sending.CLOSED
             return
         self.state = Sending.DRAINING
-        drained = Drained(**self._head, reason=words(self.error))
+        drained = Drained(**self._head, reason=words(self.error), broken=self._broken)
         self._out.append(self._repeat.start("drained", Send(self.peer, drained), self.now))
 
     def _on_answer_abort(self, event: Expect) -> None:
-        self._send(Abort(**self._head, reason=words(self.error)))
+        self._send(Abort(**self._head, reason=words(self.error), broken=self._broken))
 
     def _on_quiet_late(self, event: Wrote | Quiet | Disarmed) -> None:
         self._unquiet.discard(event.segment)
@@ -508,7 +512,7 @@ class Flow(Machine[Sending]):
             self._on_close(event)
 
     def _on_answer_drained(self, event: Abort) -> None:
-        self._send(Drained(**self._head, reason=words(self.error)))
+        self._send(Drained(**self._head, reason=words(self.error), broken=self._broken))
 
     def _on_close(self, event: Decided | DrainedAck | Lost | Gone | Cancel) -> None:
         self._repeat.clear()

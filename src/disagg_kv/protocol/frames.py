@@ -309,7 +309,7 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
 
     ``segments`` is their number: notices may be lost, or arrive after this frame. ``aux``: if this rank has any;
     ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost. ``unstaged``: the
-    sender's choice among all paths needs no staging memory, and it could copy into mapped pages.
+    sender's choice among all paths needs no staging memory, and it could copy into mapped pages. None: no rows.
     """
 
     stop: U
@@ -317,7 +317,7 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     pace: WirePace | None = None
     lane: Name = ""
-    unstaged: bool = False
+    unstaged: bool | None = None
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):
@@ -328,10 +328,12 @@ class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknow
     """Either way: the room has failed. Decode repeats it until ``Drained``, prefill until ``AbortAck``.
 
     ``tag``: of decode's room, or of prefill's room that is not this one. Where tags differ, prefill's room stays open.
+    ``broken``: this prefill rank could not send what was awaited: no path can, or a write or a copy has failed.
     """
 
     reason: Text
     tag: Tag = b""
+    broken: bool = False
 
 
 class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=13):
@@ -339,9 +341,13 @@ class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=14):
-    """Prefill -> decode: all writes of this flow are quiet, and none follows; repeated until ``DrainedAck``."""
+    """Prefill -> decode: all writes of this flow are quiet, and none follows; repeated until ``DrainedAck``.
+
+    ``broken``: as ``Abort`` says it.
+    """
 
     reason: Text
+    broken: bool = False
 
 
 class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=15):

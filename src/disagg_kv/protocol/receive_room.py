@@ -414,6 +414,7 @@ class ReceiveRoom(DrainingRoom):
         if event.quiet:
             part.pulling.discard(w.rank)
         if event.error is not None:
+            self.broken = True
             self._fail(ours(event.error, f"{self._name()}: pull of {event.segment} failed", **self._who(w)))
             return
         self._send_landed(w, event.segment)
@@ -552,7 +553,7 @@ class ReceiveRoom(DrainingRoom):
         self._give_up(event)
 
     def _give_up(self, event: Abort | Drained) -> None:
-        w = self._writer(event)
+        w, self.broken = self._writer(event), event.broken
         self._fail(AbortedError(f"{self._name()}: prefill rank {w.rank} gave up: {event.reason}", **self._who(w)))
 
     def _refuse(self, w: Writer, problem: str) -> None:

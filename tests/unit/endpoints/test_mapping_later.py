@@ -87,6 +87,7 @@ def test_a_refusal_counts_for_a_while() -> None:
     links.outcome = Mapping(links.pool)
     assert not links.connections.map(links.epoch)
     links.run()
+    assert links.mapped() == [links.epoch]
     assert links.connections.map(links.epoch)
     assert links.connections.mapping(links.epoch).pool is links.pool
 
@@ -317,3 +318,21 @@ def test_a_rank_that_sends_rows_and_cannot_be_mapped_bars_the_path(strategy: str
     else:
         assert "path 'mapped_pull' cannot: on another host" in str(request.failed().receives[0].error)
     rig.quiet()
+
+
+def test_a_pool_that_is_mapped_in_the_instant_when_it_is_late_is_kept() -> None:
+    """The helper thread returns while the endpoint's thread looks at what is late."""
+    links = Links()
+    connections, clock = links.connections, links.clock
+    assert not connections.map(links.epoch, 2.0)
+    clock.advance(2.0)
+
+    def look() -> float:
+        if links.later.jobs:
+            links.run()
+        return clock()
+
+    connections._clock = look
+    assert links.mapped() == [links.epoch]
+    assert links.mapped() == [links.epoch]
+    assert connections.mapping(links.epoch).pool is links.pool

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
+from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.decode.uncut import CUT_S
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import CacheSpec
@@ -16,13 +17,16 @@ from disagg_kv.memory import Bell, Event
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.protocol.frames import Expect
 from disagg_kv.transports import InprocTransport
-from tests.support.rig import Decodes, Memory, Prefills, Request, Rig, tp_shards
+from tests.support.rig import Decodes, Member, Memory, Prefills, Request, Rig, tp_shards
 from tests.unit.endpoints.test_lane_rates import SPEC as FEW
 from tests.unit.endpoints.test_lane_rates import Link, Slow
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 SHARED = CacheSpec.kv(4, 1, 8, "float16")
 """All ranks hold the same, and one of them sends it."""
+
+WIDER = CacheSpec.kv(4, 4, 8, "float32")
+"""Decode's, of rows that are converted on the way."""
 
 ROWS, SLOT = 64, 1 << 11
 
@@ -46,27 +50,41 @@ class Queueing(CpuKernels):
 
 
 class Refusing(InprocTransport):
-    """Its ``why``, if there is one, is the reason why it maps nothing."""
+    """Its ``why``, if there is one, is the reason why it maps nothing; it never maps memory of ``far``."""
 
     caps = attrs.evolve(InprocTransport.caps, write_s=1e-5)
     why: str | None = None
+    far: Peer | None = None
 
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
         """See :class:`~disagg_kv.transports.SupportsMapping`."""
-        return self.why
+        return "it is on another host" if peer == self.far else self.why
 
 
 def ranks(
-    rig: Rig, spec: CacheSpec = SPEC, kernels: Sequence[CpuKernels] = (), path: str = "auto"
+    rig: Rig,
+    spec: CacheSpec = SPEC,
+    kernels: Sequence[CpuKernels] = (),
+    path: str = "auto",
+    into: CacheSpec | None = None,
+    tp: int = 1,
 ) -> tuple[Prefills, Decodes]:
-    """Prefill ranks with these kernels, by default two that queue, and decode ranks with smaller pages."""
+    """Prefill ranks with these kernels, by default two that queue, and ``tp`` decode ranks with smaller pages."""
     of = kernels or (Queueing(), Queueing())
     shards, wide = tp_shards(spec, len(of)), Memory(pages=256, transport=Refusing)
     prefills: Prefills = []
     for number, one in enumerate(of):
         prefills += rig.prefill(shards, only=[number], strategy=path, kernels=one, slot_bytes=SLOT, memory=wide)
     narrow = Memory(page_size=2, pages=512, transport=Refusing)
-    return prefills, rig.decode(tp_shards(spec, 1), strategy=path, memory=narrow)
+    return prefills, rig.decode(tp_shards(into or spec, tp), strategy=path, memory=narrow)
+
+
+def refuse(prefill: Member[PrefillEndpoint], decode: Member[DecodeEndpoint]) -> None:
+    """Prefill's link is dropped, and the decode rank's pool cannot be mapped through the next one."""
+    assert isinstance(prefill.transport, Refusing)
+    prefill.transport.why = "no handle is left"
+    loop, epoch = prefill.endpoint._loop, decode.endpoint._loop.me.epoch
+    loop._peer_effects(loop.peers._part(epoch, loop.now, notify=False))
 
 
 def segments(request: Request) -> int:
@@ -134,6 +152,109 @@ def test_rooms_are_cut_for_a_while_after_an_uncut_one_has_failed() -> None:
     rig.request("uncut again", prefills, decodes, ROWS).start(ROWS).failed()
 
 
+@pytest.mark.parametrize("why", ["prefill's engine", "decode's engine", "claim_s"])
+def test_a_room_that_ends_for_another_reason_leaves_the_next_ones_uncut(why: str) -> None:
+    """Clients go away all the time. On decode, the word of rank 0 may come before that of the rank's own engine."""
+    rig = Rig(SPEC, options=Options(claim_s=3.0))
+    prefills, decodes = ranks(rig, tp=2)
+    for name in ("first", "second"):
+        request = rig.request(name, prefills, decodes, ROWS).start(ROWS).landed()
+    assert segments(request) == 1
+    gone = rig.request("gone", prefills, decodes, ROWS).open_decode().expect(ROWS)
+    rig.wait(0.3)
+    if why == "prefill's engine":
+        gone.open_prefill()
+        rig.wait(0.3)
+        for send in gone.sends:
+            send.abort(why)
+    elif why == "decode's engine":
+        gone.open_prefill()
+        rig.wait(0.3)
+        gone.receives[0].abort(why)
+    gone.failed()
+    rig.wait(2.0)
+    assert segments(rig.request("next", prefills, decodes, ROWS).start(ROWS).landed()) == 1
+
+
+def test_rooms_are_cut_as_soon_as_an_uncut_one_fails() -> None:
+    """Its pages may wait for evidence for long."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig, kernels=(Queueing(most=SLOT),))
+    rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
+    machines = decodes[0].endpoint._side
+    failing = rig.request("uncut", prefills, decodes, ROWS).start(ROWS)
+    rig.until(lambda: failing.receives[0].phase is Phase.FAILED, "the copy fails")
+    assert machines._uncut._cut_until
+    failing.failed()
+
+
+def test_nothing_is_kept_of_a_rank_that_failed_a_room_and_is_lost() -> None:
+    """The room waits for evidence, and ends after the loss."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig, kernels=(Queueing(),))
+    rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
+    side, loop = decodes[0].endpoint._side, decodes[0].endpoint._loop
+    room = rig.request("room", prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    rig.wait(0.5)
+    epoch = prefills[0].endpoint._loop.me.epoch
+    side._rooms[next(iter(side._rooms))].machine.broken = True
+    loop.lose(epoch, TransportError("the link is down"), ended=True)
+    loop._gone(epoch)
+    for _ in range(20):
+        decodes[0].endpoint.driver.step(0.0)
+    assert room.receives[0].phase is Phase.FAILED
+    assert (side._uncut._cut_until, side._uncut._unstaged) == ({}, {})
+
+
+def test_rooms_for_which_no_path_is_left_are_cut_as_well() -> None:
+    """Rows that are converted are staged or mapped, and decode's pool cannot be mapped any more."""
+    rig = Rig(SPEC, decoded=WIDER)
+    prefills, decodes = ranks(rig, kernels=(Queueing(),), into=WIDER)
+    first = rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
+    assert first.sends[0].report.path == "mapped"
+    refuse(prefills[0], decodes[0])
+    failed = rig.request("uncut", prefills, decodes, ROWS).start(ROWS).failed()
+    assert "the room is uncut, and staged needs staging memory" in str(failed.sends[0].error)
+    last = rig.request("cut", prefills, decodes, ROWS).start(ROWS).landed()
+    assert last.sends[0].report.path == "staged"
+
+
+@pytest.mark.parametrize("into", [SPEC, WIDER])
+def test_a_rank_that_sends_nothing_here_has_no_say(into: CacheSpec) -> None:
+    """It may be on another host than this decode rank; and for rows that are converted it has no path of its own."""
+    rig = Rig(SPEC, decoded=None if into is SPEC else into)
+    prefills, decodes = ranks(rig, into=into, tp=2)
+    for number, one in enumerate(prefills):
+        assert isinstance(one.transport, Refusing)
+        one.transport.far = one.transport.peer_of(decodes[1 - number].transport.local_descriptor())
+    first, second = [rig.request(name, prefills, decodes, ROWS).start(ROWS).landed() for name in "12"]
+    assert segments(first) > segments(second) == 1
+
+
+def test_what_is_repeated_of_an_earlier_room_is_no_news() -> None:
+    """That room waits for its other rank, and the first one would stage no more since it began."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig)
+    chooser = prefills[0].endpoint._side._router._chooser
+    with pytest.MonkeyPatch.context() as patch:
+        choose = chooser.choose
+        patch.setattr(chooser, "choose", lambda *args: attrs.evolve(choose(*args), unstaged=False))
+        long = rig.request("long", prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+        rig.wait(0.3)
+        pages = long.pages(0, ROWS)
+        long.sends[0].send_chunk(ROWS, prefills[0].pages(pages[0]))
+        long.sends[0].finish(ROWS)
+        rig.wait(0.3)
+    found = []
+    for name in "123":
+        found.append(segments(rig.request(name, prefills, decodes, ROWS).start(ROWS).released()))
+        rig.wait(2.2)
+    assert found[1:] == [1, 1]
+    long.sends[1].send_chunk(ROWS, prefills[1].pages(pages[1]))
+    long.sends[1].finish(ROWS)
+    long.released()
+
+
 def test_a_rank_that_would_stage_does_so_one_room_later() -> None:
     """It has measured that its copies are slow."""
 
@@ -157,11 +278,7 @@ def test_a_rank_that_cannot_map_any_more_takes_another_path_without_staging() ->
     rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
     late = rig.request("late", prefills, decodes, ROWS).open_decode().expect(ROWS)
     rig.wait(0.5)
-    transport = prefills[0].transport
-    assert isinstance(transport, Refusing)
-    transport.why = "no handle is left"
-    loop, epoch = prefills[0].endpoint._loop, decodes[0].endpoint._loop.me.epoch
-    loop._peer_effects(loop.peers._part(epoch, loop.now, notify=False))
+    refuse(prefills[0], decodes[0])
     late.open_prefill().send(ROWS).finish().landed()
     assert [send.report.path for send in late.sends] == ["slice", "mapped"]
     rig.request("next", prefills, decodes, ROWS).start(ROWS).landed()

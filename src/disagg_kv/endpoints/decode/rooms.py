@@ -172,10 +172,12 @@ class DecodeSide:
 
     def _is_uncut(self, room: DecodeRoom) -> bool:
         """Whether no prefill rank stages rows of a room; False until its ranks and what it awaits are known."""
-        if room.awaited is not None and room.remotes:
+        if room.awaited is not None and room.plans is not None:
             allowed = set(room.awaited.paths).difference(self._sources.barred(room))
             paths = [path for path in self._loop.me.paths if path.name in allowed]
-            room.uncut = self._uncut.allows(room.remotes, paths, room.awaited.tables is not None, self._loop.now)
+            parts = room.plans.intake(room.plans.rotation(room.key.room)).parts
+            writers = [remote for remote, part in zip(room.remotes, parts, strict=True) if part]
+            room.uncut = self._uncut.allows(writers, paths, room.awaited.tables is not None, self._loop.now)
         return room.uncut
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
@@ -298,7 +300,8 @@ class DecodeSide:
         """What later rooms ask a prefill rank for; its own room may have ended by bells already."""
         if done.pace is not None:
             self._paces[epoch] = done.pace
-        self._uncut.sent(epoch, done.unstaged)
+        if done.unstaged is not None:
+            self._uncut.sent(epoch, Generation(done.generation), done.unstaged)
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -489,6 +492,9 @@ class DecodeSide:
         machine, report = room.machine, room.handle.report
         if machine.error is not None:
             self._hold(room)
+            if machine.broken and room.uncut:
+                room.uncut = False
+                self._uncut.failed((w for w in machine.writers if w in self._loop.remotes), self._loop.now)
         report.segments, report.nbytes = machine.inbound.segments_placed, machine.inbound.bytes_placed
         report.path = machine.path or ("exposed pages" if machine.inbound.segments_placed else "")
         report.lane = machine.lane
@@ -512,8 +518,6 @@ class DecodeSide:
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
-            if machine.error is not None and room.uncut and not room.given_up:
-                self._uncut.failed(machine.writers, self._loop.now)
             if self._loop.observed:
                 span = room_span(room.key.room, room.opened, self._loop.now, report, machine.error)
                 self._loop.observer.span(span)

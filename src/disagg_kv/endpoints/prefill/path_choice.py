@@ -51,12 +51,13 @@ class PathChoice:
     Args:
         path: what carries its rows.
         reason: one sentence that says why.
-        unstaged: the choice among all paths needs no staging memory, and rows could be copied into mapped pages.
+        unstaged: the choice among all paths needs no staging memory, and rows could be copied into mapped pages; None:
+            there are no rows.
     """
 
     path: TransferPlanner
     reason: str
-    unstaged: bool
+    unstaged: bool | None
 
 
 _Question = tuple[int, tuple[str, ...], bool, bool, int, CostModel]
@@ -116,9 +117,11 @@ def _choice(wanted: str, known: Sequence[TransferPlanner], request: PathRequest,
     A rank that sends nothing of a room keeps its choice.
     """
     path, reason = choose_path(wanted, known, request, costs)
+    if not request.pair.parts:
+        return PathChoice(path, reason, None)
     maps = any(maps_pages(one) and _refusal(one, request) is None for one in known)
     unstaged = maps and not _stages(path)
-    if request.uncut and _stages(path) and request.pair.parts:
+    if request.uncut and _stages(path):
         try:
             path, _ = choose_path(wanted, [one for one in known if not _stages(one)], request, costs)
         except ConfigurationError as exc:

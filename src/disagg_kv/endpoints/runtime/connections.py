@@ -143,7 +143,7 @@ class Connections:
         self._due_at = inf
         self._early_bytes = 0
         self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
-        self._results: deque[tuple[_Link, DisaggKVError | None, float]] = deque()
+        self._results: deque[tuple[_Link, Mapping, DisaggKVError | None, float]] = deque()
         self._mapped: list[Epoch] = []
 
     def begin(self, up: Up) -> ConnectResult | None:
@@ -203,19 +203,19 @@ class Connections:
 
     def _connect(self, link: _Link) -> None:
         """On a helper thread."""
-        lost = f"{link.name}: the attempt ended without a result"
+        mapping, lost = UNMAPPED, f"{link.name}: the attempt ended without a result"
         error: DisaggKVError | None = TransportError(lost, **link.up.hello.who)
         try:
             self._transport.connect(link.descriptor, CONNECT_S)
             link.lane = lane_of(self._transport, link.peer)
             if self._get_ready is not None:
                 link.until, link.late = self._clock() + READY_S, LATE.format(READY_S)
-                link.mapping = self._get_ready(link.peer, link.up.hello)
+                mapping = self._get_ready(link.peer, link.up.hello)
             error = None
         except Exception as exc:
             error = _failed(exc, link.up.hello)
         finally:
-            self._results.append((link, error, self._clock()))
+            self._results.append((link, mapping, error, self._clock()))
             self._wake()
 
     def map(self, epoch: Epoch, most_s: float = READY_S) -> bool:
@@ -247,8 +247,7 @@ class Connections:
         try:
             mapping = self._map_later(link.peer, link.up.hello)
         finally:
-            link.mapping = mapping
-            self._results.append((link, None, self._clock()))
+            self._results.append((link, mapping, None, self._clock()))
             self._wake()
 
     def _refuse(self, link: _Link, reason: str, at: float) -> None:
@@ -263,7 +262,8 @@ class Connections:
         """The attempts that have ended since the last call, and that are still wanted."""
         out: list[ConnectResult] = []
         while self._results:
-            link, error, at = self._results.popleft()
+            link, mapping, error, at = self._results.popleft()
+            link.mapping = mapping
             if link.busy:
                 link.busy = False
                 link.refused_at = None if link.mapping.pool is not None else at
