@@ -17,10 +17,9 @@ from tests.unit.endpoints import test_uncut as uncut
 from tests.unit.protocol import test_page_runs as runs
 from tests.unit.protocol import test_receiving as receiving
 
-from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, LINKS, MOVER, RECEIVE, TABLES
+from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, LINKS, MOVER, RECEIVE, TABLES, UNCUT
 from .planting import Mutant
 
-UNCUT = "endpoints.decode.uncut:UncutRooms."
 ARRIVALS = EARLY + "EarlyArrivals."
 
 
@@ -101,9 +100,6 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("the final record of one writer is enough",
             BELLS + "BellWatch._hear_final", "self._unended.remove(line)", "self._unended.clear()"),
      finals.test_all_writers_have_to_say_how_the_room_ends),
-    (Mutant("a room is uncut although kernels of a rank keep a thread",
-            UNCUT + "allows", "one.hello.queues for one in writers", "True for one in writers"),
-     partial(uncut.test_no_room_is_uncut_where_kernels_of_one_rank_do_not_queue, "mapped")),
     (Mutant("a room is uncut although the one before it has failed",
             UNCUT + "failed", "self._cut_until[epoch] = now + CUT_S", "pass"),
      uncut.test_rooms_are_cut_for_a_while_after_an_uncut_one_has_failed),

@@ -17,6 +17,7 @@ PULLS = "endpoints.decode.pulls:PullQueue."
 SOURCES = "endpoints.decode.sources:PullSources."
 PREFILL = "endpoints.prefill.room_table:PrefillRooms."
 DECODE = "endpoints.decode.rooms:DecodeSide."
+UNCUT = "endpoints.decode.uncut:UncutRooms."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
 BELLS = "endpoints.decode.bells:"
 BALLOTS = "endpoints.decode.ballots:"
@@ -415,5 +416,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a time that is no number is a time",
            "arguments:seconds", "if not (number >= 0 if zero else number > 0) or number > MOST_SECONDS:",
            "if number < 0:"),
+    Mutant("a room is uncut although kernels of a rank keep a thread",
+           UNCUT + "allows", "one.hello.queues for one in writers", "True for one in writers"),
 )  # fmt: skip
 """Each changes one line of the library, and is found by the simulator."""

@@ -42,11 +42,17 @@ SLACK_S = 0.6
 REFUSED_S = 1.0
 """Where two sides cannot work together, both know it within this. A ``Refused`` that is lost takes ``AGAIN_S`` more."""
 
+MAPPED_S = 0.5
+"""A room may end for want of time while a pool is mapped, and within this after it."""
+
 OVERDUE = 3
 """Frames of a step may make something due, which the next step handles; more steps in a row are in vain."""
 
 EVERYTHING = 8
 """In every eighth step of a process all of its rooms are checked, in other steps those that took an event."""
+
+CUT = {"mapped": "mapped:cut although all paths copy", PULL: "pulled:cut by slots"}
+"""Marks of rooms of several segments, although all prefill ranks take one path, which copies from pages to pages."""
 
 HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, SupersededError, TransportError)
 """Why a room may fail where every process keeps to the protocol."""
@@ -110,6 +116,7 @@ class Checks:
             self._undecided(entry, entry.handle)
         elif entry in entry.room.decode:
             self._bytes(entry)
+            self._cut(entry, entry.handle)
         else:
             self._decode_succeeds(entry)
 
@@ -127,7 +134,8 @@ class Checks:
         # What is slow one after the other may take longer than decode has to ask.
         late = len(DELAYS & world.hits.keys()) > 1 and "claim_s" in str(error)
         # Prefill takes no frames of a peer before its pool is mapped; where decode knows no other path, it waits too.
-        late = late or (FaultClass.MAPPING in world.hits and world.scenario.decode_waits and _out_of_time(error))
+        mapped = _mapped_at(entry) > max(entry.opened, world.now - MAPPED_S)
+        late = late or (mapped and world.scenario.decode_waits and _out_of_time(error))
         served = not entry.room.again and not entry.room.plan.unmet and entry.room.plan.source != world.scenario.refused
         if survives(world.scenario.faults) and served and not late:
             self._fail(
@@ -159,9 +167,9 @@ class Checks:
         since = entry.waits_from if waits else entry.opened
         waits_long = waits or self._forgotten(error)
         most = 2 * SLACK_S + world.stood_still + (world.scenario.options.claim_s if waits_long else 0.0)
-        if FaultClass.MAPPING in world.hits:
-            most += world.scenario.options.silence_s  # it waits for a pool before it asks, or before it is asked
         took = 0.0 if since is None else world.now - since
+        # It waits for a pool before it asks, or before it is asked.
+        most += min(max(0.0, _mapped_at(entry) - (world.now - took)), world.scenario.options.silence_s)
         if survives(world.scenario.faults) and (took > most or error is None):
             self._fail("I4", f"{room.name(entry)}: waited {took:.3f} s of {most:.3f} s for the other side: {error}")
         if waits and isinstance(error, DeadlineError) and "claim_s" in str(error):
@@ -325,6 +333,17 @@ class Checks:
                 self._fail("I5", f"{entry.room.name(entry)}: pages are exposed, and the engine waits for no peer")
         elif pulled and not scenario.prefill_waits[scenario.source_of(node.index)]:
             self._fail("I5", f"{entry.room.name(entry)}: decode reads pages, and the engine does not wait for it")
+
+    def _cut(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
+        """Coverage: slots cut a room of which nothing is staged, as kernels of a prefill rank do not queue."""
+        room, writers = _room_of(entry), entry.room.prefill
+        queued = all(self._world.scenario.queues[one.node.index] for one in writers)
+        paths = {one.handle.report.path for one in writers if one.handle is not None} - {""}
+        if room is None or room.uncut or queued or handle.report.segments < 2 or len(paths) != 1:
+            return
+        (path,) = paths
+        if path in CUT:
+            self._world.mark(CUT[path])
 
     def unread(self, entry: Entry) -> None:
         """I5: no kernel of decode reads, or will read, the pages that a prefill engine gets back."""
@@ -507,6 +526,11 @@ class Checks:
         return world.scenario.drain_s is None and any(
             f in world.hits for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH, FaultClass.BROKEN)
         )
+
+
+def _mapped_at(entry: Entry) -> float:
+    """By then the last mapping that takes long has returned, or returns, on a rank of a room."""
+    return max(one.node.mapped_at for one in entry.room.entries)
 
 
 def _out_of_time(error: DisaggKVError | None) -> bool:

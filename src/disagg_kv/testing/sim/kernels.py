@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from attrs import evolve
 
@@ -22,7 +23,10 @@ MOST_PREPARED = 3
 
 
 class SimKernels:
-    """The CPU's kernels, which sometimes take their time and sometimes fail; checks what they read."""
+    """The CPU's kernels, which sometimes take their time and sometimes fail; checks what they read.
+
+    They keep a thread while they copy pages, so that none of their copies has more bytes than a slot.
+    """
 
     name = "sim"
 
@@ -32,6 +36,7 @@ class SimKernels:
         self._transport = transport
         self.copies = 0
         """Launches of copies of mapped pages."""
+        self._most: float = world.scenario.slot_bytes
 
     def gather(
         self,
@@ -47,10 +52,6 @@ class SimKernels:
             CPU.gather(pool, moves, staging, None)
 
         return self._run(act, after)
-
-    def orders(self, event: Event) -> bool:
-        """In some worlds, as on a GPU, gathers are queued behind what the engine still computes."""
-        return self._world.scenario.orders
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Copy staging into pages, now or later: what landed must still be there by then."""
@@ -74,6 +75,10 @@ class SimKernels:
     def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
         """Copy pages into mapped pages, or from them, now or later, and not before ``after``; see :mod:`.copies`."""
         self.copies += 1
+        nbytes = max((move.copy.source.nbytes for move in moves), default=0)
+        if nbytes > self._most:
+            what = f"a copy of {nbytes} bytes keeps a thread, and a slot has {self._most}"
+            self._world.violation("I4", f"{self._node.address}: {what}")
         return copy(self._transport.dma, self._transport, moves, after, bells)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:
@@ -152,6 +157,18 @@ class SimKernels:
         if not waits:
             begin()
         return event
+
+
+class QueueingKernels(SimKernels):
+    """The same, as on a GPU: it queues copies, and no thread waits for them."""
+
+    def __init__(self, world: Simulation, node: SimProcess, transport: SimTransport) -> None:
+        super().__init__(world, node, transport)
+        self._most = inf
+
+    def orders(self, event: Event) -> bool:
+        """In some worlds gathers are queued behind what the engine still computes."""
+        return self._world.scenario.orders
 
 
 class SimHeld:

@@ -22,7 +22,7 @@ from ...transports.process import Process
 from .bells import SimWords
 from .dma import Dma, SimTransport
 from .environment import SimBackground, SimObserver, SimRendezvous
-from .kernels import SimKernels
+from .kernels import QueueingKernels, SimKernels
 from .network import Network, SimBatchChannel, SimChannel
 from .prefixes import Prefixes
 from .scenario import Split, shards_of
@@ -98,7 +98,8 @@ class SimNode(SimProcess):
         world, scenario = self.world, self.world.scenario
         words = SimWords(world, self)
         life = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS, words=words)
-        self.kernels = SimKernels(world, self, self.transport)
+        queues = self.side == "decode" or scenario.queues[index]
+        self.kernels = (QueueingKernels if queues else SimKernels)(world, self, self.transport)
         environment = Environment(clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers)
         if self.side == "decode":
             decode = DecodeEndpoint(

@@ -1,4 +1,4 @@
-"""Worlds in which one path alone is known."""
+"""Which paths are known, and how kernels take them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ BROKEN = 0.2
 
 LONG, PULL_S = 0.4, (0.02, 0.2, 0.5)
 """Share of the pulls that take longer than others, and the most seconds that such a pull takes."""
+
+UNQUEUED, UNLIKE = 0.25, 0.25
+"""Share of the worlds in which kernels of no prefill rank queue, and of those with several in which some of them do."""
 
 
 def refused_of(seed: int, decode_path: str, prefills: int) -> int | None:
@@ -69,6 +72,16 @@ def paths_of(seed: int, ranks: int, decode_path: str, draws: random.Random) -> t
 def agrees(seed: int, ranks: int) -> bool:
     """Whether ranks of decode may agree by words in most rooms of the world of a seed."""
     return ranks > 1 and not pulls(seed) and random.Random(f"agrees {seed}").random() < AGREES
+
+
+def queue(seed: int, ranks: int) -> tuple[bool, ...]:
+    """Whether the kernels of each prefill rank queue copies, as on a GPU; others keep a thread meanwhile."""
+    rng = random.Random(f"queues {seed}")
+    kind = rng.random()
+    if kind < UNQUEUED or (ranks > 1 and kind < UNQUEUED + UNLIKE):
+        queued = rng.sample(range(ranks), 0 if kind < UNQUEUED else rng.randrange(1, ranks))
+        return tuple(rank in queued for rank in range(ranks))
+    return (True,) * ranks
 
 
 def slow_mappings(seed: int) -> bool:

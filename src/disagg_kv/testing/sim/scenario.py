@@ -20,7 +20,7 @@ from ...strategies import LayerPipelined
 from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm, while_agreeing, while_pulling
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .path_draws import PULL, agrees, paths_of, pulls, pulls_by_itself, refused_of, slow_mappings, slow_pulls, withheld
+from .path_draws import agrees, paths_of, pulls, pulls_by_itself, queue, refused_of, slow_mappings, slow_pulls, withheld
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -217,6 +217,7 @@ class Scenario:
     With ``together``, frames to one peer leave as one message.
     With ``maps``, transports map memory of peers.
     ``decode_waits`` and ``prefill_waits``, of each instance: engines wait for peers before they free pages.
+    ``queues``, of each prefill rank: its kernels queue copies. Those of decode always do.
     ``pieces`` of work of one kind are done in a turn at most.
     ``refused`` is the number of a prefill instance that cannot work with decode, as they have no path in common; None:
     all can.
@@ -246,6 +247,7 @@ class Scenario:
     slow_kernels: bool
     waits_events: bool
     orders: bool
+    queues: tuple[bool, ...]
     maps: bool
     together: bool
     far: tuple[str, int] | None
@@ -315,7 +317,7 @@ class Scenario:
         maps, decode_path, prefill_paths = paths_of(seed, decode.world, decode_path, draws)
         if agrees(seed, decode.world):
             options = evolve(options, bells=options.bells or BOARDS[-1])
-        exposing = maps and not itself and decode_path not in ("staged", PULL)
+        exposing = maps and not pulls(seed) and decode_path != "staged"
         refused = None if exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
         return cls(
             seed=seed,
@@ -351,6 +353,7 @@ class Scenario:
             collisions=rng.random() < 0.1,
             waits_events=rng.random() < 0.5,
             orders=slow_kernels and rng.random() < 0.6,
+            queues=queue(seed, sum(split.world for split in prefills)),
             maps=maps,
             pieces=random.Random(f"pieces {seed}").choice((2, 8, 64, 256)),
         )
