@@ -51,9 +51,6 @@ OVERDUE = 3
 EVERYTHING = 8
 """In every eighth step of a process all of its rooms are checked, in other steps those that took an event."""
 
-CUT = {"mapped": "mapped:cut although all paths copy", PULL: "pulled:cut by slots"}
-"""Marks of rooms of several segments, although all prefill ranks take one path, which copies from pages to pages."""
-
 HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, SupersededError, TransportError)
 """Why a room may fail where every process keeps to the protocol."""
 
@@ -339,11 +336,8 @@ class Checks:
         room, writers = _room_of(entry), entry.room.prefill
         queued = all(self._world.scenario.queues[one.node.index] for one in writers)
         paths = {one.handle.report.path for one in writers if one.handle is not None} - {""}
-        if room is None or room.uncut or queued or handle.report.segments < 2 or len(paths) != 1:
-            return
-        (path,) = paths
-        if path in CUT:
-            self._world.mark(CUT[path])
+        if room is not None and not room.uncut and not queued and handle.report.segments > 1 and paths == {"mapped"}:
+            self._world.mark("mapped:cut although all paths copy")
 
     def unread(self, entry: Entry) -> None:
         """I5: no kernel of decode reads, or will read, the pages that a prefill engine gets back."""

@@ -72,7 +72,6 @@ MARKS = frozenset(
         "words:rank 0 ends",
         "pulled:a copy outlives its source",
         "pulled:a copy fails before it is quiet",
-        "pulled:cut by slots",
         "pulling:decode gives up",
         "pulling:prefill gives up",
         "pulling:pages are taken away",
