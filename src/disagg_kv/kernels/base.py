@@ -113,7 +113,7 @@ class Kernels(Protocol):
 
 @runtime_checkable
 class SupportsStreams(Protocol):
-    """Kernels that need no thread to wait for an event before they begin."""
+    """Kernels that queue their work on a device: no thread waits for an event before they begin, or while they copy."""
 
     def orders(self, event: Event) -> bool:
         """Whether ``gather(..., after=event)`` returns at once, whenever the event happens."""
