@@ -58,13 +58,13 @@ def check_folder(folder: Path, *, make: bool = False) -> None:
 
 
 def sockets(folder: Path) -> Sequence[Path]:
-    """The sockets in a folder, in the order of their names.
+    """The sockets in a folder, in the order of their names; of those with numbers, the ninth comes before the tenth.
 
     Raises:
         ConfigurationError: see :func:`check_folder`.
     """
     check_folder(folder)
-    return sorted(folder.glob(f"*{SUFFIX}"))
+    return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: (len(path.name), path.name))
 
 
 def _connect(connection: socket.socket, path: Path, until: float) -> None:

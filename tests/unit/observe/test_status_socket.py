@@ -213,6 +213,15 @@ class Unreadable:
         return Large(10).status(rooms)
 
 
+def test_sockets_are_in_the_order_of_their_numbers(folder: Path) -> None:
+    """As a process made them."""
+    folder.mkdir(mode=0o700)
+    names = [f"77-{number}{SUFFIX}" for number in (8, 9, 10, 11)]
+    for name in reversed(names):
+        (folder / name).touch()
+    assert [path.name for path in sockets(folder)] == names
+
+
 def test_an_endpoint_that_cannot_be_read_hides_no_other(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
