@@ -68,7 +68,7 @@ BUGS: Sequence[Mutant] = (
            "protocol.frames:Codec._decode", "except (", "except () and ("),
     Mutant("flows of ended rooms are never forgotten",
            PREFILL + "_close", "self._flows.pop((name, epoch, flow.generation), None)", "pass"),
-    Mutant("heads are swapped where the two sides differ, and nobody looks",
+    Mutant("heads of two sides that differ are swapped, without checksums",
            "planning.staged:_local", "return before + part.units.start - run.start",
            "return before + (part.units.start - run.start) // 2"),
     Mutant("the first success of a rank counts for all",

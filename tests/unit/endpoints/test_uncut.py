@@ -14,8 +14,9 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.memory import Bell, Event
-from disagg_kv.protocol import Options, Phase
-from disagg_kv.protocol.frames import Expect
+from disagg_kv.protocol import Options, Phase, Receiving
+from disagg_kv.protocol.flow import room_head
+from disagg_kv.protocol.frames import Abort, Expect
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Decodes, Member, Memory, Prefills, Request, Rig, tp_shards
 from tests.unit.endpoints.test_lane_rates import SPEC as FEW
@@ -179,31 +180,41 @@ def test_a_room_that_ends_for_another_reason_leaves_the_next_ones_uncut(why: str
 def test_rooms_are_cut_as_soon_as_an_uncut_one_fails() -> None:
     """Its pages may wait for evidence for long."""
     rig = Rig(SPEC)
-    prefills, decodes = ranks(rig, kernels=(Queueing(most=SLOT),))
-    rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
-    machines = decodes[0].endpoint._side
-    failing = rig.request("uncut", prefills, decodes, ROWS).start(ROWS)
-    rig.until(lambda: failing.receives[0].phase is Phase.FAILED, "the copy fails")
-    assert machines._uncut._cut_until
-    failing.failed()
-
-
-def test_nothing_is_kept_of_a_rank_that_failed_a_room_and_is_lost() -> None:
-    """The room waits for evidence, and ends after the loss."""
-    rig = Rig(SPEC)
     prefills, decodes = ranks(rig, kernels=(Queueing(),))
     rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
     side, loop = decodes[0].endpoint._side, decodes[0].endpoint._loop
-    room = rig.request("room", prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    failing = rig.request("uncut", prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
     rig.wait(0.5)
+    ((key, room),) = side._rooms.items()
     epoch = prefills[0].endpoint._loop.me.epoch
-    side._rooms[next(iter(side._rooms))].machine.broken = True
-    loop.lose(epoch, TransportError("the link is down"), ended=True)
-    loop._gone(epoch)
-    for _ in range(20):
-        decodes[0].endpoint.driver.step(0.0)
-    assert room.receives[0].phase is Phase.FAILED
-    assert (side._uncut._cut_until, side._uncut._unstaged) == ({}, {})
+    head = room_head(epoch, loop.me.epoch, key.room, key.generation)
+    side.on_frame(Abort(**head, reason="a copy failed", broken=True))
+    assert room.machine.state is Receiving.DRAINING
+    assert list(side._uncut._cut_until) == [epoch]
+    failing.failed()
+
+
+def test_nothing_is_kept_of_a_rank_that_is_lost_before_its_room_fails() -> None:
+    """It has sent all of its rows, and the other rank fails to send its own."""
+    rig = Rig(SPEC)
+    prefills, decodes = ranks(rig)
+    rig.request("first", prefills, decodes, ROWS).start(ROWS).landed()
+    side, loop = decodes[0].endpoint._side, decodes[0].endpoint._loop
+    room = rig.request("room", prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    rig.wait(0.3)
+    pages = room.pages(0, ROWS)
+    room.sends[0].send_chunk(ROWS, prefills[0].pages(pages[0]))
+    room.sends[0].finish(ROWS)
+    rig.wait(0.3)
+    gone, there = (one.endpoint._loop.me.epoch for one in prefills)
+    loop.lose(gone, TransportError("the link is down"), ended=True)
+    loop._gone(gone)
+    decodes[0].endpoint.driver.step(0.0)
+    assert not room.receives[0].error
+    (key,) = side._rooms
+    side.on_frame(Abort(**room_head(there, loop.me.epoch, *key), reason="a copy failed", broken=True))
+    assert "a copy failed" in str(room.receives[0].error)
+    assert (list(side._uncut._cut_until), list(side._uncut._unstaged)) == ([there], [there])
 
 
 def test_rooms_for_which_no_path_is_left_are_cut_as_well() -> None:

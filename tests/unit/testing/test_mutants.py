@@ -25,7 +25,7 @@ QUICK_NAMES = {
     "a segment is sent again to a destination that has it",
     "links to dead subscribers are kept for ever",
     "flows of ended rooms are never forgotten",
-    "heads are swapped where the two sides differ, and nobody looks",
+    "heads of two sides that differ are swapped, without checksums",
     "the first success of a rank counts for all",
     "a rank that is lost takes no room with it",
     "an endpoint takes an id that it has used",
