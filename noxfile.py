@@ -282,9 +282,9 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def simulate(session: nox.Session) -> None:
-    """10,000 simulated worlds, or ``disagg-kv simulate`` with the options given after ``--``."""
+    """10,000 simulated worlds, or ``python -m sim`` with the options given after ``--``."""
     enter_cpu(session)
-    cpu(session, "disagg-kv", "simulate", *(session.posargs or ("--seeds", "10000", "-j", "2")))
+    cpu(session, "python", "-m", "sim", *(session.posargs or ("--seeds", "10000", "-j", "2")))
 
 
 @nox.session(venv_backend="none")
@@ -353,7 +353,13 @@ def lint(session: nox.Session) -> None:
     session.install("--quiet", *CONSTRAINED, "ruff", "import-linter")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("lint-imports", env={"PYTHONPATH": "src"})
+    session.run("lint-imports", env={"PYTHONPATH": f"src{os.pathsep}."})
+
+
+@nox.session(venv_backend="none")
+def size(session: nox.Session) -> None:
+    """Lines of code and mechanisms per file, beside their limits; needs nothing but Python."""
+    session.run(sys.executable, "-m", "benchmarks.size", *session.posargs, external=True)
 
 
 @nox.session
@@ -369,9 +375,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """``disagg-kv bench`` with the options given after ``--``."""
+    """``python -m bench`` with the options given after ``--``."""
     enter_cpu(session)
-    cpu(session, "disagg-kv", "bench", *(session.posargs or ("transfer",)))
+    cpu(session, "python", "-m", "bench", *(session.posargs or ("transfer",)))
 
 
 @nox.session

@@ -1,7 +1,9 @@
-"""``disagg-kv bench``: measure, after the bytes were checked."""
+"""``python -m bench``: measure, after the bytes were checked."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import attrs
@@ -9,15 +11,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .bench_chunks import chunks
-from .bench_grant import grant
-from .bench_pipeline import pipeline
-from .bench_prefix import prefix
-from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Verify, number
-from .output import Json, JsonFlag, emit, progress
+from disagg_kv.cli import main as cli
+from disagg_kv.cli.options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Verify, number
+from disagg_kv.cli.output import Json, JsonFlag, emit, progress
+
+from .commands.chunks import chunks
+from .commands.grant import grant
+from .commands.pipeline import pipeline
+from .commands.prefix import prefix
 
 if TYPE_CHECKING:
-    from ..bench import TransferReport
+    from . import TransferReport
 
 Order = Literal["NHD", "HND"]
 Transport = Annotated[
@@ -25,16 +29,17 @@ Transport = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group of commands to ``app``."""
-    group = typer.Typer(callback=bench)
-    group.command()(transfer)
-    group.command()(adapter)
-    group.command()(grant)
-    group.command()(chunks)
-    group.command()(prefix)
-    group.command()(pipeline)
-    app.add_typer(group, name="bench")
+def build(argv: Sequence[str]) -> typer.Typer:
+    """The application with all benchmarks."""
+    app = typer.Typer(callback=bench, add_completion=False, pretty_exceptions_enable=False)
+    for command in (transfer, adapter, grant, chunks, prefix, pipeline):
+        app.command()(command)
+    return app
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code, as :func:`disagg_kv.cli.main.run` does."""
+    return cli.run(argv, build, "python -m bench")
 
 
 def bench() -> None:
@@ -83,9 +88,10 @@ def transfer(
 
     The bytes are checked first. If they are wrong, nothing is measured and the exit code is 1.
     """
-    from ..bench import TransferShape, run_transfer
-    from ..bench.transfer import steps
-    from ..transports import default_transport
+    from disagg_kv.transports import default_transport
+
+    from . import TransferShape, run_transfer
+    from .transfer import steps
 
     shape = TransferShape(
         transport=transport or default_transport(device),
@@ -130,7 +136,7 @@ def adapter(
     as_json: JsonFlag = False,
 ) -> None:
     """Write through a transport and through the library's own call in turns, and show what the transport adds."""
-    from ..bench.adapter import run_adapter
+    from .adapter import run_adapter
 
     report = run_adapter(transport, {64 << 10: small, 16 << 20: large}, timeout)
     table = Table("us, p50 / p95", "library", "transport", "added", title=f"One write over {transport}")
@@ -193,3 +199,7 @@ def _verdict(report: TransferReport) -> Text:
 
 def _ms(p50: float, p95: float) -> str:
     return f"{p50 * 1e3:,.1f} / {p95 * 1e3:,.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -12,11 +12,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 from attrs import field, frozen
 
-from ..errors import ConfigurationError, DeadlineError, DisaggKVError, IntegrityError
-from ..ids import RegionId
-from ..memory import bytes_of, new_buffer
-from ..planning import Writes
-from ..transports import WriteEnded, transport
+from disagg_kv.errors import ConfigurationError, DeadlineError, DisaggKVError, IntegrityError
+from disagg_kv.ids import RegionId
+from disagg_kv.memory import bytes_of, new_buffer
+from disagg_kv.planning import Writes
+from disagg_kv.transports import WriteEnded, transport
+
 from .data import POISON
 from .machine import Machine
 from .raw import Raw, Target, raw

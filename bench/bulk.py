@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..endpoints.runtime.staging_memory import new_staging
-from ..errors import DeadlineError
-from ..ids import Peer, RegionId
-from ..kernels.tensors import tensor_of
-from ..memory import Buffer
-from ..planning import Writes
-from ..transports import Transport, WriteEnded
+from disagg_kv.endpoints.staging_memory import new_staging
+from disagg_kv.errors import DeadlineError
+from disagg_kv.ids import Peer, RegionId
+from disagg_kv.kernels.tensors import tensor_of
+from disagg_kv.memory import Buffer
+from disagg_kv.planning import Writes
+from disagg_kv.transports import Transport, WriteEnded
+
 from .data import blank
 from .timing import Queued
 

@@ -10,8 +10,9 @@ from statistics import median
 
 from attrs import evolve, field, frozen
 
-from ..errors import ConfigurationError, IntegrityError
-from ..geometry import PageTable
+from disagg_kv.errors import ConfigurationError, IntegrityError
+from disagg_kv.geometry import PageTable
+
 from .data import poison
 from .machine import Machine
 from .rank import KV, SELDOM_S, DecodeRank, Moved, PrefillRank, Setup, attend

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..geometry import item_bytes
-from ..ids import Role
-from ..kernels.convert.reference import rounded, to_float32
-from ..kernels.tensors import plane_of, tensor_of
-from ..memory import Buffer, PagedPool
+from disagg_kv.geometry import item_bytes
+from disagg_kv.ids import Role
+from disagg_kv.kernels.convert.reference import rounded, to_float32
+from disagg_kv.kernels.tensors import plane_of, tensor_of
+from disagg_kv.memory import Buffer, PagedPool
+
 from .shape import TransferShape
 
 POISON = 0xA5

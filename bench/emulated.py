@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from ..errors import ConfigurationError, TransportError
-from ..ids import Peer, RegionId, Ticket
-from ..memory import Buffer, Event
-from ..planning import Writes
-from .base import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
-from .process import Home
+from disagg_kv.errors import ConfigurationError, TransportError
+from disagg_kv.ids import Peer, RegionId, Ticket
+from disagg_kv.memory import Buffer, Event
+from disagg_kv.planning import Writes
+from disagg_kv.transports.base import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
+from disagg_kv.transports.process import Home
 
 
 class EmulatedWire:

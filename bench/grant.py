@@ -12,12 +12,13 @@ from multiprocessing.connection import Connection
 import zmq
 from attrs import define, field, frozen
 
-from ..endpoints.prefill.handle import ForwardPass
-from ..endpoints.runtime.thread import STEP_S
-from ..errors import ConfigurationError, DeadlineError, IntegrityError
-from ..geometry import PageTable
-from ..ids import Role
-from ..protocol import Options
+from disagg_kv.core import Options
+from disagg_kv.endpoints.loop.thread import STEP_S
+from disagg_kv.endpoints.prefill.handle import ForwardPass
+from disagg_kv.errors import ConfigurationError, DeadlineError, IntegrityError
+from disagg_kv.geometry import PageTable
+from disagg_kv.ids import Role
+
 from .machine import Machine
 from .rank import KV, DecodeRank, Moved, PrefillRank, Setup, attend, wait_until
 from .ranks import ROLES, Ranks, running, within_one_process

@@ -8,8 +8,9 @@ import attrs
 import numpy as np
 from attrs import field, frozen
 
-from ..errors import ConfigurationError
-from ..planning import exposed_s
+from disagg_kv.errors import ConfigurationError
+from disagg_kv.planning import exposed_s
+
 from .machine import Machine
 from .shape import TransferShape
 from .transfer import Quantiles, Turns, run_turns

@@ -13,12 +13,13 @@ import attrs
 import msgspec
 from attrs import define, frozen
 
-from ..endpoints.decode.rate_limit import RateLimiter
-from ..errors import CapacityError, ConfigurationError
-from ..geometry import I32, CacheSpec, item_bytes, shard
-from ..planning import Intake, Limits, plain_site
-from ..prefix import Claim, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from ..protocol import Phase
+from disagg_kv.core import Phase
+from disagg_kv.endpoints.decode.rate_limit import RateLimiter
+from disagg_kv.errors import CapacityError, ConfigurationError
+from disagg_kv.geometry import I32, CacheSpec, item_bytes, shard
+from disagg_kv.planning import Intake, Limits, plain_site
+from disagg_kv.prefix import Claim, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
+
 from .prefix_workload import Prompt
 
 PARAMETERS = Path(__file__).with_name("prefix_parameters.json")

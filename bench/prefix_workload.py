@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from ..errors import ConfigurationError
+from disagg_kv.errors import ConfigurationError
 
 VOCABULARY = 128_000
 

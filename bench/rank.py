@@ -14,24 +14,26 @@ from typing import Protocol, TypedDict
 import torch
 from attrs import evolve, frozen
 
-from ..channels import UnixChannel
-from ..endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
-from ..endpoints.prefill.handle import ForwardPass
-from ..endpoints.runtime.handle import RoomHandle
-from ..endpoints.runtime.thread import sleep_exactly
-from ..errors import DeadlineError, DisaggKVError
-from ..geometry import PageTable
-from ..ids import GroupId, RegionId, Role, RoomId, room_name
-from ..kernels import Kernels, TritonKernels
-from ..kernels.tensors import plane_of
-from ..memory import Event, PagedPool
-from ..protocol import Options, Phase, Verify
-from ..rendezvous import Source, StaticRendezvous
-from ..strategies import LayerPipelined, Schedule, paths, pulls_pages, strategy
-from ..transports import SupportsAllocate, Transport, between_processes, emulate
+from disagg_kv.channels import UnixChannel
+from disagg_kv.core import Options, Phase, Verify
+from disagg_kv.endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
+from disagg_kv.endpoints.handle import RoomHandle
+from disagg_kv.endpoints.loop.thread import sleep_exactly
+from disagg_kv.endpoints.prefill.handle import ForwardPass
+from disagg_kv.errors import DeadlineError, DisaggKVError
+from disagg_kv.geometry import PageTable
+from disagg_kv.ids import GroupId, RegionId, Role, RoomId, room_name
+from disagg_kv.kernels import Kernels, TritonKernels
+from disagg_kv.kernels.tensors import plane_of
+from disagg_kv.memory import Event, PagedPool
+from disagg_kv.rendezvous import Source, StaticRendezvous
+from disagg_kv.strategies import LayerPipelined, Schedule, paths, pulls_pages, strategy
+from disagg_kv.transports import SupportsAllocate, Transport, between_processes
+
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, blank, fill, page_ids, poison, wrong
 from .decode_load import DecodeLoad
+from .emulated import emulate
 from .shape import WIRE, TransferShape
 from .timing import Queued, Still, Timed
 

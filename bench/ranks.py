@@ -13,11 +13,12 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import DeadlineError, DisaggKVError, PeerLostError
-from ..ids import Role
-from ..memory import spread
-from ..strategies import Explanation
-from ..transports import transport
+from disagg_kv.errors import DeadlineError, DisaggKVError, PeerLostError
+from disagg_kv.ids import Role
+from disagg_kv.memory import spread
+from disagg_kv.strategies import Explanation
+from disagg_kv.transports import transport
+
 from .rank import Setup, serve
 from .shape import TransferShape
 
@@ -120,7 +121,7 @@ def running(
     """A process or a thread for each setup; none is left afterwards.
 
     Args:
-        target: what each runs, with its end of a pipe and its setup; see :func:`~disagg_kv.bench.rank.attend`.
+        target: what each runs, with its end of a pipe and its setup; see :func:`~bench.rank.attend`.
         setups: of both roles.
         timeout_s: within which each must answer.
         threads: not processes.

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from attrs import frozen
 
-from ..errors import ConfigurationError, TransportError
-from ..memory import Buffer
+from disagg_kv.errors import ConfigurationError, TransportError
+from disagg_kv.memory import Buffer
 
 
 @frozen
@@ -49,7 +49,7 @@ class RawNixl:
     pause_s: float | None = 0.001
 
     def __init__(self, memory: Buffer, name: str) -> None:
-        from ..transports.nixl_library import load
+        from disagg_kv.transports.nixl_library import load
 
         module = load().module
         config = module.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -92,7 +92,7 @@ class RawMooncake:
     pause_s: float | None = None
 
     def __init__(self, memory: Buffer, name: str) -> None:
-        from ..transports.mooncake_library import Engine, load
+        from disagg_kv.transports.mooncake_library import Engine, load
 
         self._engine = Engine(
             load(),

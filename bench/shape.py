@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
-from ..errors import ConfigurationError
-from ..geometry import CONVERSIONS, CacheSpec, Shard, shard
-from ..ids import Role
-from ..memory import Layout
-from ..protocol import Verify, check_verify
-from ..strategies import Explanation, explain, strategy
+from disagg_kv.core import Verify, check_verify
+from disagg_kv.errors import ConfigurationError
+from disagg_kv.geometry import CONVERSIONS, CacheSpec, Shard, shard
+from disagg_kv.ids import Role
+from disagg_kv.memory import Layout
+from disagg_kv.strategies import Explanation, explain, strategy
 
 WIRE = "staged, wire only"
 """A run of ``staged`` in which gather and scatter copy nothing: what is left is what the wire takes."""

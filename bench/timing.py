@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from attrs import frozen
 
-from ..channels import Arrived, News, UnixChannel
-from ..geometry import CONVERSION_NAMES
-from ..ids import RoomId
-from ..kernels import Checksums, Move, PageMove, kernels_for
-from ..memory import Bell, Buffer, Event, MemoryPool
-from ..protocol import Codec
-from ..protocol.frames import Box, Grant, StagingRequest
+from disagg_kv.channels import Arrived, News, UnixChannel
+from disagg_kv.core import Codec
+from disagg_kv.core.wire.frames import Box, Grant, StagingRequest
+from disagg_kv.geometry import CONVERSION_NAMES
+from disagg_kv.ids import RoomId
+from disagg_kv.kernels import Checksums, Move, PageMove, kernels_for
+from disagg_kv.memory import Bell, Buffer, Event, MemoryPool
 
 CYCLES_PER_S = 1.7e9
 """Of a GPU, about."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from attrs import field, frozen
 
-from ..errors import IntegrityError
-from ..strategies import Explanation
+from disagg_kv.errors import IntegrityError
+from disagg_kv.strategies import Explanation
+
 from .bulk import spread
 from .machine import Machine
 from .rank import Moved

@@ -1,7 +1,7 @@
 """A cache that becomes float8 on the way against one that stays bfloat16, through one emulated wire.
 
 Prints one JSON document. Both are whole transfers by ``staged``, in turns; the bytes are checked first, as in
-``disagg-kv bench transfer``. ``ratio`` is the median time with the conversion over the one without it. A wire that is
+``python -m bench transfer``. ``ratio`` is the median time with the conversion over the one without it. A wire that is
 slower than the kernels halves the time, as half the bytes cross.
 
     python -m benchmarks.convert --wire 0.25 1 > benchmarks/results/cpu_convert.json
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 from attrs import asdict, evolve
 
-from disagg_kv.bench import TransferShape, run_transfer
-from disagg_kv.bench.machine import Machine
+from bench import TransferShape, run_transfer
+from bench.machine import Machine
 from disagg_kv.kernels import kernels_for
 
 INTO = "float8_e4m3fn"

@@ -169,7 +169,7 @@ def text() -> str:
 
 if __name__ == "__main__":
     from benchmarks.dashboard_hour import Events, answers, draw, simulated
-    from disagg_kv.testing.fleet import ALL_FAULTS, FleetPlan
+    from sim.fleet import ALL_FAULTS, FleetPlan
 
     FILE.write_text(text())
     plan = FleetPlan(prefills=10, decodes=10, seconds=3600.0, rate=0.5, faults=ALL_FAULTS, links=LINKS)

@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry
 from benchmarks.dashboard import COLUMNS, PANELS, Panel, Query
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.observe.prometheus import PrometheusMetrics, PrometheusObserver
-from disagg_kv.testing.fleet import FleetPlan
-from disagg_kv.testing.fleet.fleet import Fleet
-from disagg_kv.testing.fleet.rank import FleetRank
 from disagg_kv.trace import Observer
+from sim.fleet import FleetPlan
+from sim.fleet.fleet import Fleet
+from sim.fleet.rank import FleetRank
 
 Labels = frozenset[tuple[str, str]]
 

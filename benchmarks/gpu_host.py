@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 import zmq
 
-from disagg_kv.bench.machine import installed
+from bench.machine import installed
 from disagg_kv.kernels.cuda_queue import CudaQueue
 from disagg_kv.kernels.triton_launch import Launcher
 

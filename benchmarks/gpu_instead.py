@@ -2,7 +2,7 @@
 
 Prints one JSON document. 32 layers, 8 heads of 128, bf16: 128 KiB a token, in pages in random order. Medians:
 
-* ``mapped_us``, ``staged_us``: ``disagg-kv bench transfer`` over ``cuda_ipc``, from ``send_chunk`` until decode knows;
+* ``mapped_us``, ``staged_us``: ``python -m bench transfer`` over ``cuda_ipc``, from ``send_chunk`` until decode knows;
   ``mapped_bells_us``: from bells.
 * ``nixl_us``: the decode process reads with one descriptor per page and layer, which both sides have prepared
   (``prep_xfer_dlist``), as vLLM's NixlConnector does: from ``make_prepped_xfer`` until the state is DONE.
@@ -33,8 +33,8 @@ import torch
 from attrs import frozen
 from torch import distributed
 
-from disagg_kv.bench import TransferShape, run_transfer
-from disagg_kv.bench.machine import installed
+from bench import TransferShape, run_transfer
+from bench.machine import installed
 from disagg_kv.transports.nixl_library import load
 
 LAYERS, TOKEN_BYTES = 32, 4096

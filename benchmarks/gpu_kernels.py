@@ -32,7 +32,7 @@ import torch
 import triton
 from attrs import evolve, frozen
 
-from disagg_kv.bench.timing import Queued as Sleeping
+from bench.timing import Queued as Sleeping
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Checksums, Move, PageMove, Pages, ReferenceKernels

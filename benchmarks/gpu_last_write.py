@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from disagg_kv.bench.machine import installed
+from bench.machine import installed
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.memory import new_buffer
 from disagg_kv.transports import SupportsAllocate, SupportsMapping, between_processes

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from disagg_kv.bench.machine import installed
+from bench.machine import installed
 from disagg_kv.endpoints.prefill.armed import Armed, ArmedCopies, EngineLaunches
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId

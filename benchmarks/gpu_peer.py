@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg_kv.bench.machine import installed
+from bench.machine import installed
 from disagg_kv.kernels.tensors import plane_of, tensor_of
 from disagg_kv.kernels.triton_launch import Launcher
 

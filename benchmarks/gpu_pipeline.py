@@ -40,8 +40,8 @@ from pathlib import Path
 import torch
 from attrs import field, frozen
 
-from disagg_kv.bench.machine import Machine, installed
-from disagg_kv.bench.ranks import Ranks, running, within_one_process
+from bench.machine import Machine, installed
+from bench.ranks import Ranks, running, within_one_process
 from disagg_kv.errors import DisaggKVError, IntegrityError
 from disagg_kv.memory import spread
 from disagg_kv.planning import exposed_s

@@ -1,7 +1,7 @@
 """Whole transfers between GPUs against concurrent peer copies of the same bytes; prints one JSON document.
 
 TP 1->1, 2->1, 1->2 and 2->2 with pages in shuffled order, through each transport, 256 MiB and 1 GiB a pair of ranks: 32
-layers, 8 heads of 128, bf16. What is measured, and how, is ``disagg-kv bench transfer``'s matter: bytes are checked
+layers, 8 heads of 128, bf16. What is measured, and how, is ``python -m bench transfer``'s matter: bytes are checked
 first, transfers and plain copies take turns, and ``share`` is the copies' median time over ours until each decode rank
 has its rows in its pages (``share_until_known``: until each knows that all have). Rows are announced before they are
 handed over, and that happens while the GPU still computes for ``--queued-ms``, as engines' hosts run ahead; time counts
@@ -31,7 +31,7 @@ from collections.abc import Iterator
 
 import torch
 
-from disagg_kv.bench import TransferReport, TransferShape, run_transfer
+from bench import TransferReport, TransferShape, run_transfer
 from disagg_kv.errors import DisaggKVError
 
 PAIRS = ("1->1", "2->1", "1->2", "2->2")

@@ -6,7 +6,7 @@ another order each time. The bytes of a large transfer are compared first.
 
 Loads: ``small`` is a room of 64 tokens, ``large`` one of 1,024 in 16 segments, ``many`` 16 rooms of 64 tokens at once.
 ``pass`` is a room of 64 tokens whose layers a forward pass computes one by one; its time begins with the last layer. A
-busy engine thread runs Python code between two polls, as with ``disagg-kv bench transfer --busy``.
+busy engine thread runs Python code between two polls, as with ``python -m bench transfer --busy``.
 
 Per variant the result has ratios: without the knob over the policy as it is, of the median and the 95th percentile of
 the transfers' times, of the throughput (bytes over all times), and of the processor time of both endpoints' threads.
@@ -46,6 +46,11 @@ import numpy.typing as npt
 import torch
 from attrs import define, field, frozen
 
+from bench.data import fill, page_ids, poison, wrong
+from bench.machine import Machine
+from bench.rank import BUSY_S, LOOK_S, attend, run_python, wait_until
+from bench.ranks import Ranks, running
+from bench.shape import TransferShape
 from benchmarks.gpu_transfer import said
 from disagg_kv import (
     CacheSpec,
@@ -59,16 +64,11 @@ from disagg_kv import (
     Source,
     shard,
 )
-from disagg_kv.bench.data import fill, page_ids, poison, wrong
-from disagg_kv.bench.machine import Machine
-from disagg_kv.bench.rank import BUSY_S, LOOK_S, attend, run_python, wait_until
-from disagg_kv.bench.ranks import Ranks, running
-from disagg_kv.bench.shape import TransferShape
 from disagg_kv.channels import Channel, UnixChannel, ZmqChannel
-from disagg_kv.endpoints.runtime import event_loop
-from disagg_kv.endpoints.runtime.idle import SHORTEST_PAUSE_S, IdlePolicy, Rest
+from disagg_kv.core import Options, Phase
+from disagg_kv.endpoints.loop import event_loop
+from disagg_kv.endpoints.loop.idle import SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.ids import LayerId, Role
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import SupportsAllocate, between_processes
 

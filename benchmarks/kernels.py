@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import torch
 
-from disagg_kv.bench.machine import Machine
+from bench.machine import Machine
 from disagg_kv.geometry import I32, CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import CpuKernels, Move, ReferenceKernels

@@ -26,7 +26,7 @@ from typing import TypeVar
 import attrs
 from attrs import frozen
 
-from disagg_kv.bench.machine import Machine
+from bench.machine import Machine
 from disagg_kv.channels import Arrived, Channel, UnixChannel, ZmqChannel
 from disagg_kv.errors import DeadlineError
 from disagg_kv.transports import Transport

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import frozen
 
-from disagg_kv.bench.rank import GRANTED_S, LOOK_S, SELDOM_S, Served, attend, wait_until
+from bench.emulated import emulate
+from bench.rank import GRANTED_S, LOOK_S, SELDOM_S, Served, attend, wait_until
 from disagg_kv.channels import ZmqChannel
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
@@ -24,10 +26,9 @@ from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId, Role, RoomId
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import PagedPool
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.strategies import LayerPipelined
-from disagg_kv.transports import SupportsAllocate, between_processes, emulate
+from disagg_kv.transports import SupportsAllocate, between_processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

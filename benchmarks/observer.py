@@ -29,6 +29,7 @@ import numpy as np
 from attrs import define, frozen
 from prometheus_client import CollectorRegistry, Histogram
 
+from bench.machine import Machine
 from disagg_kv import (
     CacheSpec,
     DecodeEndpoint,
@@ -42,7 +43,6 @@ from disagg_kv import (
     Source,
     shard,
 )
-from disagg_kv.bench.machine import Machine
 from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.memory import bytes_of
 from disagg_kv.observe.metrics import SEGMENT_BOUNDS

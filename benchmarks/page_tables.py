@@ -17,12 +17,12 @@ import time
 import numpy as np
 from attrs import asdict
 
-from disagg_kv.bench.machine import Machine
+from bench.machine import Machine
+from disagg_kv.core import Codec
+from disagg_kv.core.wire import page_runs as p
+from disagg_kv.core.wire.frames import MAX_TABLE, Expect, Head, TablePart
 from disagg_kv.geometry import Group, PageTable
 from disagg_kv.ids import GroupId
-from disagg_kv.protocol import Codec
-from disagg_kv.protocol import page_runs as p
-from disagg_kv.protocol.frames import MAX_TABLE, Expect, Head, TablePart
 
 PAGES, TIMES = 1 << 20, 9
 HEAD = Head(src=bytes(16), dst=bytes(16), room=b"a room of one request", generation=1)

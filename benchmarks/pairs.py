@@ -72,9 +72,9 @@ class Version:
 
 def serve(shape: dict[str, object]) -> None:
     """Run as many transfers as each line of the input says, and print their seconds."""
-    from disagg_kv.bench import TransferShape
-    from disagg_kv.bench import transfer as bench
-    from disagg_kv.bench.ranks import started
+    from bench import TransferShape
+    from bench import transfer as bench
+    from bench.ranks import started
 
     made = TransferShape(**shape)  # type: ignore[arg-type]
     name, explanation, number = made.strategies[0], made.explain(), 0

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import attrs
 
-from disagg_kv.bench.machine import Machine
+from bench.machine import Machine
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
 from disagg_kv.planning import Intake, Limits, PartView, Segment, plain_site

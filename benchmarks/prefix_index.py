@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from disagg_kv.bench.machine import Machine
+from bench.machine import Machine
 from disagg_kv.prefix import HashPrefixIndex
 
 TOKENS, PAGE = 128 * 1024, 64

@@ -35,6 +35,7 @@ from pathlib import Path
 import attrs
 from attrs import define, frozen
 
+from bench.machine import Machine
 from disagg_kv import (
     CacheSpec,
     DecodeEndpoint,
@@ -49,13 +50,12 @@ from disagg_kv import (
     Source,
     shard,
 )
-from disagg_kv.bench.machine import Machine
 from disagg_kv.channels import Arrived, Channel, News, UnixChannel, ZmqChannel
+from disagg_kv.core import Codec
+from disagg_kv.core.wire.frames import Grant, StagingRequest
 from disagg_kv.endpoints import Environment
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import DeadlineError, IntegrityError
-from disagg_kv.protocol import Codec
-from disagg_kv.protocol.frames import Grant, StagingRequest
 from disagg_kv.rendezvous import RequestRendezvous
 from disagg_kv.transports import ShmTransport
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from bench.machine import Machine
 from benchmarks.vllm_latency import compared, prompts
-from disagg_kv.bench.machine import Machine
 from tests.engines.instances import small_model
 from tests.engines.sglang_servers import Server
 

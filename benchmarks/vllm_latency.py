@@ -36,8 +36,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from bench.machine import Machine
 from benchmarks.pairs import interval
-from disagg_kv.bench.machine import Machine
 from tests.engines.instances import PREFILL, Instance, nixl, small_model, transfer
 
 WARM_UP = 2

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from disagg_kv.core import Codec, Hello
+from disagg_kv.core.wire import frames as f
+from disagg_kv.core.wire.specs import shard_to_wire, site_to_wire, spec_to_wire
 from disagg_kv.geometry import Shard
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.memory import PagedPool
-from disagg_kv.protocol import Codec, Hello
-from disagg_kv.protocol import frames as f
-from disagg_kv.protocol.wire import shard_to_wire, site_to_wire, spec_to_wire
 from disagg_kv.transports.descriptor import Descriptor, Region, encode
 from disagg_kv.transports.mooncake_flight import Address
 from disagg_kv.transports.process import Process

@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, News, Rejected, UnixChannel
+from disagg_kv.core import Codec, Hello
+from disagg_kv.core.wire import frames as f
+from disagg_kv.core.wire.page_runs import tables_from_wire
+from disagg_kv.core.wire.runs import numbers_from_runs
+from disagg_kv.core.wire.specs import shards_from_wire, site_from_wire, spec_from_wire
 from disagg_kv.errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Rank, RoomId
 from disagg_kv.planning import EVERY, Limits, Writes
-from disagg_kv.protocol import Codec, Hello
-from disagg_kv.protocol import frames as f
-from disagg_kv.protocol.page_runs import tables_from_wire
-from disagg_kv.protocol.runs import numbers_from_runs
-from disagg_kv.protocol.wire import shards_from_wire, site_from_wire, spec_from_wire
 from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.strategies import Job, TransferPlanner, paths
 from disagg_kv.transports import InprocTransport, ShmTransport

@@ -9,15 +9,15 @@ import numpy as np
 from msgspec import structs
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.endpoints.runtime.handshake import EndpointInfo, RemoteEndpoint
-from disagg_kv.endpoints.runtime.incarnation import Incarnation
+from disagg_kv.core import Codec, Hello, Options
+from disagg_kv.core.wire import frames as f
+from disagg_kv.endpoints.peers.handshake import EndpointInfo, RemoteEndpoint
+from disagg_kv.endpoints.peers.incarnation import Incarnation
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId, Rank, Role
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import InstancePlans
-from disagg_kv.protocol import Codec, Hello, Options
-from disagg_kv.protocol import frames as f
 from disagg_kv.strategies import paths
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import KV, Memory, Request, Rig, tp_shards

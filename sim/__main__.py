@@ -1,25 +1,36 @@
-"""``disagg-kv simulate``: thousands of failures of the real endpoints in a minute, each repeatable from its seed."""
+"""``python -m sim``: thousands of failures of the real endpoints in a minute, each repeatable from its seed."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigurationError
-from ..testing.fleet import FleetPlan, fleet_size, named_faults
-from ..testing.sim import EVERY, GATE, FaultClass, Kind, Summary, simulate_many, trace
-from ..testing.sim.fault import named
-from .fleet import fleet
-from .options import number
-from .output import Json, JsonFlag, emit, log, progress
+from disagg_kv.cli import main as cli
+from disagg_kv.cli.options import number
+from disagg_kv.cli.output import Json, JsonFlag, emit, log, progress
+from disagg_kv.errors import ConfigurationError
+
+from . import EVERY, GATE, FaultClass, Kind, Summary, simulate_many, trace
+from .fault import named
+from .fleet import FleetPlan, fleet_size, named_faults
+from .fleet.command import fleet
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
+def build(argv: Sequence[str]) -> typer.Typer:
+    """The application with its one command."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(simulate)
+    return app
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code, as :func:`disagg_kv.cli.main.run` does."""
+    return cli.run(argv, build, "python -m sim")
 
 
 def simulate(
@@ -70,7 +81,7 @@ def _worlds(seeds: int, seed_from: int, faults: str, jobs: int, trace_one: bool,
         )
     missing = summary.missing() if allowed == EVERY and seeds >= GATE else None
     ok = not summary.violated and not missing
-    replay = [f"disagg-kv simulate --seeds 1 --seed-from {f.seed} --trace" for f in summary.found]
+    replay = [f"python -m sim --seeds 1 --seed-from {f.seed} --trace" for f in summary.found]
     if faults:
         replay = [f"{line} --faults {faults}" for line in replay]
     emit(
@@ -131,3 +142,7 @@ def _text(summary: Summary, missing: list[str] | None, replay: list[str]) -> lis
     if missing is not None:
         lines.append(Text(f"not reached: {', '.join(missing) or 'nothing'}"))
     return [table, *lines]
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ...channels import Arrived, Closed, Opened
-from ...protocol import Phase
+from disagg_kv.channels import Arrived, Closed, Opened
+from disagg_kv.core import Phase
+
 from .cluster import Cluster
 from .fault import FaultClass
 from .node import SimNode

@@ -6,10 +6,11 @@ from functools import partial
 
 from attrs import frozen
 
-from ...errors import TransportError
-from ...ids import Epoch
-from ...memory import Bell, Buffer, new_buffer
-from ...transports.bells import SLOT_WORDS, HostBells, Record, heard, words_of
+from disagg_kv.errors import TransportError
+from disagg_kv.ids import Epoch
+from disagg_kv.memory import Bell, Buffer, new_buffer
+from disagg_kv.transports.bells import SLOT_WORDS, HostBells, Record, heard, words_of
+
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...endpoints import Expectation
-from ...endpoints.decode.handle import ReceptionHandle
-from ...errors import CapacityError, PeerLostError
-from ...protocol import Phase
+from disagg_kv.core import Phase
+from disagg_kv.endpoints import Expectation
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.errors import CapacityError, PeerLostError
+
 from .check import Checks
 from .cluster import Cluster
 from .conversations import Prompt

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 
-from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...endpoints.decode.handle import ReceptionHandle
-from ...endpoints.decode.inspection import DecodeInspection
-from ...endpoints.decode.room import DecodeRoom
-from ...endpoints.prefill.handle import DeliveryHandle
-from ...errors import (
+from disagg_kv.core import Phase
+from disagg_kv.core.peers.refusals import AGAIN_S
+from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.decode.room import DecodeRoom
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.errors import (
     AbortedError,
     CapacityError,
     DeadlineError,
@@ -23,10 +25,9 @@ from ...errors import (
     SupersededError,
     TransportError,
 )
-from ...ids import RoomId, room_name
-from ...protocol import Phase
-from ...protocol.refusals import AGAIN_S
-from ...rendezvous import Source
+from disagg_kv.ids import RoomId, room_name
+from disagg_kv.rendezvous import Source
+
 from .cluster import Cluster
 from .fault import FaultClass, survives
 from .kind import Kind

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...ids import Epoch
+from disagg_kv.ids import Epoch
+
 from .dma import Dma
 from .fault import FaultClass
 from .network import Network

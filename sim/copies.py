@@ -14,11 +14,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ...geometry import places
-from ...ids import Ticket
-from ...kernels import PageMove, Pages
-from ...memory import U8, Bell, Event, bytes_of, parts
-from ...planning import StagedLayout
+from disagg_kv.geometry import places
+from disagg_kv.ids import Ticket
+from disagg_kv.kernels import PageMove, Pages
+from disagg_kv.memory import U8, Bell, Event, bytes_of, parts
+from disagg_kv.planning import StagedLayout
+
 from .bells import SimWord
 from .dma import Dma, Mapped, Op, Range, SimTransport, torn
 from .events import SimEvent

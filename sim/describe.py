@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...errors import DisaggKVError
-from ...protocol import Codec
+from disagg_kv.core import Codec
+from disagg_kv.errors import DisaggKVError
 
 
 def describe(kind: str, data: object) -> str:

@@ -8,12 +8,13 @@ from functools import partial
 
 from attrs import define, evolve, frozen
 
-from ...errors import PeerLostError, RegistrationError, TransportError
-from ...ids import Peer, RegionId, Ticket
-from ...memory import U8, Buffer, Event, bytes_of, new_buffer
-from ...planning import Writes
-from ...staging import Lease
-from ...transports import Capabilities, Lane, LinkCost, PeerEvent, Settled, WriteEnded
+from disagg_kv.errors import PeerLostError, RegistrationError, TransportError
+from disagg_kv.ids import Peer, RegionId, Ticket
+from disagg_kv.memory import U8, Buffer, Event, bytes_of, new_buffer
+from disagg_kv.planning import Writes
+from disagg_kv.staging import Lease
+from disagg_kv.transports import Capabilities, Lane, LinkCost, PeerEvent, Settled, WriteEnded
+
 from .bells import SimBells
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from ...errors import PeerLostError, RemoteProtocolError
-from ...ids import Rank
-from ...rendezvous import Source
-from ...trace import Span
+from disagg_kv.errors import PeerLostError, RemoteProtocolError
+from disagg_kv.ids import Rank
+from disagg_kv.rendezvous import Source
+from disagg_kv.trace import Span
+
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
@@ -21,7 +22,7 @@ MAPPING_S = (0.3, 0.7, 1.2, 2.4, 6.0)
 
 
 class SimBackground:
-    """Helper threads of one process; satisfies :class:`~disagg_kv.endpoints.runtime.background.Background`."""
+    """Helper threads of one process; satisfies :class:`~disagg_kv.endpoints.peers.background.Background`."""
 
     def __init__(self, world: Simulation, process: SimProcess, name: str) -> None:
         self._world = world

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from ...errors import UnknownNameError
+from disagg_kv.errors import UnknownNameError
 
 
 class FaultClass(Enum):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...endpoints import PrefillEndpoint
-from ...endpoints.prefill.handle import ForwardPass
-from ...ids import LayerId
+from disagg_kv.endpoints import PrefillEndpoint
+from disagg_kv.endpoints.prefill.handle import ForwardPass
+from disagg_kv.ids import LayerId
+
 from .at_once import AtOnce
 from .cluster import Cluster
 from .events import SimEvent

@@ -8,11 +8,12 @@ from math import nan
 
 import numpy as np
 
-from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
-from ...endpoints.decode.handle import ReceptionHandle
-from ...endpoints.prefill.handle import DeliveryHandle
-from ...errors import DisaggKVError
-from ...rendezvous import Source
+from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.errors import DisaggKVError
+from disagg_kv.rendezvous import Source
+
 from .cluster import Cluster
 from .fault import FaultClass
 from .node import SimNode

@@ -7,9 +7,10 @@ from math import inf
 
 from attrs import evolve
 
-from ...kernels import KERNELS, Checksums, Move, PageMove
-from ...memory import Bell, Buffer, Event, MemoryPool, bytes_of, parts
-from ...staging import Lease
+from disagg_kv.kernels import KERNELS, Checksums, Move, PageMove
+from disagg_kv.memory import Bell, Buffer, Event, MemoryPool, bytes_of, parts
+from disagg_kv.staging import Lease
+
 from .copies import copy
 from .dma import SimTransport
 from .events import SimEvent

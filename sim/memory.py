@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from ...geometry import PageTable, Plane, Site
-from ...ids import GroupId
-from ...memory import U8, Buffer, PagedPool
+from disagg_kv.geometry import PageTable, Plane, Site
+from disagg_kv.ids import GroupId
+from disagg_kv.memory import U8, Buffer, PagedPool
+
 from .model import Model, spec_of
 from .scenario import AUX_BYTES, FULL, SLIDE, Split, site_of
 

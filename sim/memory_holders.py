@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...endpoints.decode.inspection import DecodeInspection
-from ...endpoints.prefill.inspection import PrefillInspection
-from ...errors import UnknownNameError
-from ...ids import Epoch, RoomId
+from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.errors import UnknownNameError
+from disagg_kv.ids import Epoch, RoomId
+
 from .cluster import Cluster
 from .node import SimNode
 

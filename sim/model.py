@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from attrs import evolve, frozen
 
-from ...geometry import CacheSpec, Component
-from ...ids import LayerId
+from disagg_kv.geometry import CacheSpec, Component
+from disagg_kv.ids import LayerId
 
 HYBRID, SLIDING = 0.2, 0.15
 """Shares of caches with states, and with a window."""

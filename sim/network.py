@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from ...channels import Arrived, Closed, Opened, check_together
-from ...protocol import Codec
-from ...protocol.frames import ChunkReady
-from ...transports import LinkCost
+from disagg_kv.channels import Arrived, Closed, Opened, check_together
+from disagg_kv.core import Codec
+from disagg_kv.core.wire.frames import ChunkReady
+from disagg_kv.transports import LinkCost
+
 from .fault import FaultClass
 from .kind import Kind
 from .simulation import SimProcess, Simulation

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from math import inf
 
-from ...channels import Arrived, Closed, Opened
-from ...endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
-from ...endpoints.decode.inspection import DecodeInspection
-from ...endpoints.prefill.inspection import PrefillInspection
-from ...endpoints.runtime.background import Background
-from ...endpoints.runtime.connections import READY_S
-from ...endpoints.runtime.failures import Broken
-from ...errors import DisaggKVError, PeerLostError, TransportError
-from ...ids import Epoch
-from ...protocol import Flow, RoomKey
-from ...protocol.receive_room import ReceiveRoom
-from ...strategies import maps_pages
-from ...trace import Observer, Span
-from ...transports.process import Process
+from disagg_kv.channels import Arrived, Closed, Opened
+from disagg_kv.core import Flow, RoomKey
+from disagg_kv.core.room.receive_room import ReceiveRoom
+from disagg_kv.endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
+from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.loop.failures import Broken
+from disagg_kv.endpoints.peers.background import Background
+from disagg_kv.endpoints.peers.connections import READY_S
+from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.errors import DisaggKVError, PeerLostError, TransportError
+from disagg_kv.ids import Epoch
+from disagg_kv.strategies import maps_pages
+from disagg_kv.trace import Observer, Span
+from disagg_kv.transports.process import Process
+
 from .bells import SimWords
 from .dma import Dma, SimTransport
 from .environment import SimBackground, SimObserver, SimRendezvous

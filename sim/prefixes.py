@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from ...geometry import I32
-from ...ids import Rank
-from ...memory import U8
-from ...prefix import CachedChecksums, HashPrefixIndex, PrefixCache, blake, namespace_of
-from ...rendezvous import StoreMinimum
+from disagg_kv.geometry import I32
+from disagg_kv.ids import Rank
+from disagg_kv.memory import U8
+from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PrefixCache, blake, namespace_of
+from disagg_kv.rendezvous import StoreMinimum
+
 from .conversations import MOST, Conversation
 from .fault import FaultClass
 from .kind import Kind

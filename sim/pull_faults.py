@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ...endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.decode.inspection import DecodeInspection
+
 from .aimed_faults import FROZEN_S, AimedFaults
 from .fault import FaultClass
 from .node import SimNode

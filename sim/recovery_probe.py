@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from ...ids import RoomId
-from ...protocol import Phase
+from disagg_kv.core import Phase
+from disagg_kv.ids import RoomId
+
 from .cluster import Cluster
 from .fault import FaultClass
 from .request import Request

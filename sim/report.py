@@ -16,9 +16,10 @@ from multiprocessing import get_context
 
 from attrs import define, field, frozen
 
-from ...protocol.base import Finished, Gone, Leased
-from ...protocol.frames import AuxTaken
-from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
+from disagg_kv.core.base import Finished, Gone, Leased
+from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
+from disagg_kv.core.wire.frames import AuxTaken
+
 from .fault import EVERY, FaultClass
 from .kind import Kind
 from .run import Outcome, simulate

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
-from ...endpoints import retry
-from ...ids import RoomId
+from disagg_kv.endpoints import retry
+from disagg_kv.ids import RoomId
+
 from .conversations import Prompt
 
 

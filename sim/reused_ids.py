@@ -9,9 +9,10 @@ from functools import partial
 
 from attrs import evolve
 
-from ...errors import LocalProtocolError
-from ...ids import Epoch, RoomId, room_name
-from ...protocol import Phase
+from disagg_kv.core import Phase
+from disagg_kv.errors import LocalProtocolError
+from disagg_kv.ids import Epoch, RoomId, room_name
+
 from .cluster import Cluster
 from .fault import FaultClass
 from .request import Request

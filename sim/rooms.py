@@ -7,16 +7,17 @@ from collections.abc import Collection, Sequence
 
 from attrs import define, field, frozen
 
-from ...endpoints.decode.handle import ReceptionHandle
-from ...endpoints.prefill.handle import DeliveryHandle
-from ...endpoints.prefill.inspection import PrefillInspection
-from ...errors import DisaggKVError
-from ...geometry import PageTable
-from ...ids import Epoch, Generation, LayerId, room_name
-from ...memory import U8, Event
-from ...prefix import Claim
-from ...protocol import Phase
-from ...rendezvous import Source
+from disagg_kv.core import Phase
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.errors import DisaggKVError
+from disagg_kv.geometry import PageTable
+from disagg_kv.ids import Epoch, Generation, LayerId, room_name
+from disagg_kv.memory import U8, Event
+from disagg_kv.prefix import Claim
+from disagg_kv.rendezvous import Source
+
 from .memory import states_truth, truth
 from .node import SimNode
 from .prefixes import transcript

@@ -10,7 +10,8 @@ from enum import Enum
 
 from attrs import frozen
 
-from ...protocol.machine import Machine
+from disagg_kv.core.room.machine import Machine
+
 from .fault import EVERY, FaultClass
 from .kind import Kind
 from .scenario import Scenario

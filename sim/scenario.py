@@ -9,14 +9,15 @@ from functools import lru_cache
 
 from attrs import evolve, frozen
 
-from ...endpoints.runtime.link_budget import OWN_LINK
-from ...geometry import CacheSpec, Shard, Site, shard, stages
-from ...ids import GroupId, LayerId, RoomId
-from ...memory import PagedPool
-from ...memory.paged import Layout
-from ...planning import Adaptive, Pace
-from ...protocol import Options, Verify
-from ...strategies import LayerPipelined
+from disagg_kv.core import Options, Verify
+from disagg_kv.endpoints.peers.link_budget import OWN_LINK
+from disagg_kv.geometry import CacheSpec, Shard, Site, shard, stages
+from disagg_kv.ids import GroupId, LayerId, RoomId
+from disagg_kv.memory import PagedPool
+from disagg_kv.memory.paged import Layout
+from disagg_kv.planning import Adaptive, Pace
+from disagg_kv.strategies import LayerPipelined
+
 from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm, while_agreeing, while_pulling
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of

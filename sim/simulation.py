@@ -12,11 +12,12 @@ from typing import cast
 import numpy as np
 from attrs import frozen
 
-from ...ids import Epoch
-from ...memory import Buffer
-from ...rendezvous import StaticRendezvous
-from ...staging import ALIGNMENT, Lease, RingStagingAllocator
-from ...transports.process import Process
+from disagg_kv.ids import Epoch
+from disagg_kv.memory import Buffer
+from disagg_kv.rendezvous import StaticRendezvous
+from disagg_kv.staging import ALIGNMENT, Lease, RingStagingAllocator
+from disagg_kv.transports.process import Process
+
 from .describe import describe
 from .fault import FaultClass
 from .kind import Kind

@@ -8,14 +8,12 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from ...channels import Arrived
-from ...endpoints.decode.inspection import DecodeInspection
-from ...endpoints.decode.room import DecodeRoom
-from ...endpoints.prefill.inspection import PrefillInspection
-from ...ids import Epoch, RoomId
-from ...protocol import Codec, Phase
-from ...protocol.flow import Flow, room_head
-from ...protocol.frames import (
+from disagg_kv.channels import Arrived
+from disagg_kv.core import Codec, Phase
+from disagg_kv.core.room.flow import Flow, room_head
+from disagg_kv.core.room.receive_room import ReceiveRoom
+from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
+from disagg_kv.core.wire.frames import (
     Abort,
     AbortAck,
     AuxPart,
@@ -38,8 +36,11 @@ from ...protocol.frames import (
     StagingRequest,
     TablesTaken,
 )
-from ...protocol.receive_room import ReceiveRoom
-from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
+from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.decode.room import DecodeRoom
+from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.ids import Epoch, RoomId
+
 from .cluster import Cluster
 from .fault import FaultClass
 from .node import SimNode

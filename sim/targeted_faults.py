@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ...ids import Epoch, RoomId
-from ...protocol.flow import Flow
-from ...protocol.receive_room import ReceiveRoom
-from ...protocol.tables import Receiving, Sending
+from disagg_kv.core.room.flow import Flow
+from disagg_kv.core.room.receive_room import ReceiveRoom
+from disagg_kv.core.room.tables import Receiving, Sending
+from disagg_kv.ids import Epoch, RoomId
+
 from .cluster import Cluster
 from .fault import FaultClass
 from .node import SimNode

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ...channels import Arrived
-from ...endpoints.decode.inspection import DecodeInspection
-from ...endpoints.decode.room import DecodeRoom
-from ...protocol import Codec, Phase
-from ...protocol.frames import Vote
+from disagg_kv.channels import Arrived
+from disagg_kv.core import Codec, Phase
+from disagg_kv.core.wire.frames import Vote
+from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.decode.room import DecodeRoom
+
 from .aimed_faults import FROZEN_S, AimedFaults
 from .fault import FaultClass
 from .node import SimNode

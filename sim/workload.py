@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
-from ...endpoints.decode.handle import ReceptionHandle
-from ...endpoints.prefill.handle import DeliveryHandle
-from ...errors import DisaggKVError, LocalProtocolError, QuarantineFullError, SupersededError
-from ...protocol import Phase
-from ...strategies import LayerPipelined
+from disagg_kv.core import Phase
+from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.errors import DisaggKVError, LocalProtocolError, QuarantineFullError, SupersededError
+from disagg_kv.strategies import LayerPipelined
+
 from .at_once import AtOnce
 from .cached_requests import CachedRequest
 from .check import Checks

@@ -8,9 +8,10 @@ from contextlib import suppress
 from functools import partial
 from heapq import heappop
 
-from ...errors import EndpointBrokenError, UnknownNameError
-from ...protocol import Phase
-from ...transports import PeerEvent
+from disagg_kv.core import Phase
+from disagg_kv.errors import EndpointBrokenError, UnknownNameError
+from disagg_kv.transports import PeerEvent
+
 from .at_once import AtOnce
 from .check import Checks
 from .cluster import Cluster

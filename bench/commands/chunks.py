@@ -1,4 +1,4 @@
-"""``disagg-kv bench chunks``: the cost of a chunk in a long request and in a shorter one."""
+"""``python -m bench chunks``: the cost of a chunk in a long request and in a shorter one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import number
-from .output import JsonFlag, emit, progress
+from disagg_kv.cli.options import number
+from disagg_kv.cli.output import JsonFlag, emit, progress
 
 
 def chunks(
@@ -27,7 +27,7 @@ def chunks(
 
     All bytes are checked after each request. If they are wrong, nothing is printed and the exit code is 1.
     """
-    from ..bench.chunks import SMALLER, run_chunks
+    from ..chunks import SMALLER, run_chunks
 
     names = tuple(strategies.split(","))
     with progress() as bar:

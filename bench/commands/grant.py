@@ -1,4 +1,4 @@
-"""``disagg-kv bench grant``: how long a grant takes, beside what ZeroMQ alone takes."""
+"""``python -m bench grant``: how long a grant takes, beside what ZeroMQ alone takes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import number
-from .output import JsonFlag, emit, progress
+from disagg_kv.cli.options import number
+from disagg_kv.cli.output import JsonFlag, emit, progress
 
 
 def grant(
@@ -25,7 +25,7 @@ def grant(
     Every room is sent with the measured grants, and its bytes are checked. If they are wrong, nothing is printed and
     the exit code is 1.
     """
-    from ..bench.grant import rooms, run_grant
+    from ..grant import rooms, run_grant
 
     with progress() as bar:
         task = bar.add_task("starting", total=rooms(repeats))

@@ -1,4 +1,4 @@
-"""``disagg-kv bench pipeline``: how much of the wire layer groups hide behind compute."""
+"""``python -m bench pipeline``: how much of the wire layer groups hide behind compute."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .options import HeadDim, KvHeads, Layers, number
-from .output import JsonFlag, emit, progress
+from disagg_kv.cli.options import HeadDim, KvHeads, Layers, number
+from disagg_kv.cli.output import JsonFlag, emit, progress
 
 if TYPE_CHECKING:
-    from ..bench.pipeline import PipelineReport
-    from ..bench.transfer import Quantiles
+    from ..pipeline import PipelineReport
+    from ..transfer import Quantiles
 
 
 def pipeline(
@@ -43,8 +43,8 @@ def pipeline(
 
     The bytes are checked first. If they are wrong, nothing is measured and the exit code is 1.
     """
-    from ..bench.pipeline import PipelineShape, plot_svg, run_pipeline
-    from ..bench.shape import TransferShape
+    from ..pipeline import PipelineShape, plot_svg, run_pipeline
+    from ..shape import TransferShape
 
     transfer = TransferShape(
         transport=transport,

@@ -1,4 +1,4 @@
-"""``disagg-kv bench prefix``: a workload of shared prefixes, with and without incremental transfer."""
+"""``python -m bench prefix``: a workload of shared prefixes, with and without incremental transfer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .options import number
-from .output import Json, JsonFlag, emit, progress
+from disagg_kv.cli.options import number
+from disagg_kv.cli.output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
-    from ..bench.prefix import PrefixReport
+    from ..prefix import PrefixReport
 
 SMALL = {"groups": 6, "prompts": 4, "shared_tokens": 2000, "own_tokens": 300, "answer_tokens": 40, "concurrency": 8}
 """What ``--small`` puts in place of the published sizes."""
@@ -58,9 +58,9 @@ def prefix(
     Compute and wire are emulated; index, page accounts, planner and rate limits are the library's own. Exit code 1: a
     limit is exceeded.
     """
-    from ..bench.prefix import plot_svg, run_prefix
-    from ..bench.prefix_emulation import PARAMETERS, Emulation
-    from ..bench.prefix_workload import PrefixShape
+    from ..prefix import plot_svg, run_prefix
+    from ..prefix_emulation import PARAMETERS, Emulation
+    from ..prefix_workload import PrefixShape
 
     shape = PrefixShape(
         groups=groups,
@@ -89,7 +89,7 @@ def prefix(
 
 def _real_model() -> dict[str, Json]:
     """A real model's conversations, sent in full and incrementally: bytes, and whether all were right."""
-    from ..engines.hf.demo import DemoConfig, run_demo
+    from disagg_kv.engines.hf.demo import DemoConfig, run_demo
 
     found: dict[str, Json] = {}
     good = True

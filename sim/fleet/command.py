@@ -1,4 +1,4 @@
-"""``disagg-kv simulate --fleet``: hundreds of real endpoints on a fake clock, network and store."""
+"""``python -m sim --fleet``: hundreds of real endpoints on a fake clock, network and store."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import attrs
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.machine import Machine
-from ..testing.fleet import FleetPlan, FleetResult, run_fleet
-from .output import Json, emit
+from bench.machine import Machine
+from disagg_kv.cli.output import Json, emit
+
+from . import FleetPlan, FleetResult, run_fleet
 
 ROWS = (
     ("ranks usable after, simulated", "joined_s", "{:.2f} s"),

@@ -13,14 +13,15 @@ from math import inf
 
 from attrs import define
 
-from ... import arguments
-from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception
-from ...endpoints.decode.inspection import DecodeInspection
-from ...geometry import PageTable
-from ...ids import Epoch, Peer, RoomId
-from ...protocol import Phase
-from ...rendezvous import Source
-from ...trace import Observer, Silent
+from disagg_kv import arguments
+from disagg_kv.core import Phase
+from disagg_kv.endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception
+from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.geometry import PageTable
+from disagg_kv.ids import Epoch, Peer, RoomId
+from disagg_kv.rendezvous import Source
+from disagg_kv.trace import Observer, Silent
+
 from .parts import KV, PAGE_ROWS, Host, Wires
 from .plan import FleetFault, FleetPlan, FleetResult
 from .rank import FleetRank, Meter

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import numpy as np
 
-from ...channels import Arrived, Closed, News, Opened, check_together
-from ...errors import PeerLostError
-from ...geometry import CacheSpec, Group, Plane, Site, shard
-from ...ids import GroupId, LayerId, Peer, RegionId, Ticket
-from ...kernels import Checksums, Move, PageMove
-from ...memory import Bell, Buffer, Event, MemoryPool
-from ...planning import Writes
-from ...transports import Capabilities, Descriptor, PeerEvent, Region, Settled, WriteEnded, decode, encode
+from disagg_kv.channels import Arrived, Closed, News, Opened, check_together
+from disagg_kv.errors import PeerLostError
+from disagg_kv.geometry import CacheSpec, Group, Plane, Site, shard
+from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, Ticket
+from disagg_kv.kernels import Checksums, Move, PageMove
+from disagg_kv.memory import Bell, Buffer, Event, MemoryPool
+from disagg_kv.planning import Writes
+from disagg_kv.transports import Capabilities, Descriptor, PeerEvent, Region, Settled, WriteEnded, decode, encode
 
 LAYERS, PAGE_ROWS, PAGES = 80, 16, 4096
 KV = GroupId("kv")

@@ -7,8 +7,8 @@ from enum import Enum
 
 from attrs import field, frozen
 
-from ... import arguments
-from ...errors import ConfigurationError, UnknownNameError
+from disagg_kv import arguments
+from disagg_kv.errors import ConfigurationError, UnknownNameError
 
 MOST_RANKS, MOST_SECONDS, MOST_RATE = 16_384, 3600.0, 1000.0
 

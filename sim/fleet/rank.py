@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 
-from ...endpoints import DecodeEndpoint, Delivery, Environment, Incarnation, PrefillEndpoint, Reception
-from ...endpoints.runtime.background import Background
-from ...endpoints.runtime.link_budget import link_cost
-from ...errors import TransportError
-from ...ids import Epoch, Peer
-from ...protocol import Links, Options
-from ...trace import Observer
-from ...transports.process import Ending, Process
+from disagg_kv.core import Links, Options
+from disagg_kv.endpoints import DecodeEndpoint, Delivery, Environment, Incarnation, PrefillEndpoint, Reception
+from disagg_kv.endpoints.peers.background import Background
+from disagg_kv.endpoints.peers.link_budget import link_cost
+from disagg_kv.errors import TransportError
+from disagg_kv.ids import Epoch, Peer
+from disagg_kv.trace import Observer
+from disagg_kv.transports.process import Ending, Process
+
 from .parts import FleetBackground, FleetChannel, FleetTransport, Host, NullKernels, NullPool, Wires, World
 from .store import FleetRendezvous, FleetStore
 

@@ -11,12 +11,13 @@ import time
 from functools import partial
 from math import inf
 
-from ...errors import PeerLostError
-from ...ids import Rank
-from ...rendezvous import Source
-from ...rendezvous.etcd.address_table import AddressTable, KeyValue
-from ...rendezvous.etcd.keys import RankKey, Record
-from ...rendezvous.etcd.watch import RETRY_S
+from disagg_kv.errors import PeerLostError
+from disagg_kv.ids import Rank
+from disagg_kv.rendezvous import Source
+from disagg_kv.rendezvous.etcd.address_table import AddressTable, KeyValue
+from disagg_kv.rendezvous.etcd.keys import RankKey, Record
+from disagg_kv.rendezvous.etcd.watch import RETRY_S
+
 from .parts import Host, World
 
 PREFIX = "fleet"

@@ -5,6 +5,7 @@ opens a room per request. Names that neither this module nor a package's ``__ini
 """
 
 from .channels import Channel
+from .core import Options, Phase
 from .endpoints import (
     DecodeEndpoint,
     Delivery,
@@ -36,7 +37,6 @@ from .geometry import (
 from .ids import Epoch, GroupId, LayerId, Peer, Rank, RegionId, RoomId, Ticket
 from .memory import Buffer, Event, MemoryPool, PagedPool
 from .prefix import HashPrefixIndex, PrefixCache, PrefixIndex
-from .protocol import Options, Phase
 from .rendezvous import Rendezvous, Source, StoreMinimum
 from .staging import StagingAllocator
 from .strategies import Strategy, TransferPlanner, register, strategy

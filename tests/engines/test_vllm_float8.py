@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, room_id
 from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
@@ -20,7 +21,6 @@ from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels.convert import reference
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from disagg_kv.bench import TransferShape, run_transfer
+from bench import TransferShape, run_transfer
 from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
 from disagg_kv.ids import LayerId, RegionId
 from disagg_kv.kernels import KERNELS, PageMove, Pages, TritonKernels

@@ -11,11 +11,11 @@ from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Fail, RecoveringReceiver
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Phase
 from tests.support.rig import Rig, tp_shards
 
 from .values import JUNK, LEGAL

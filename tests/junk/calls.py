@@ -12,6 +12,7 @@ from attrs import evolve
 import disagg_kv
 from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
+from disagg_kv.core import Options
 from disagg_kv.endpoints import (
     CachedPages,
     Environment,
@@ -31,7 +32,6 @@ from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.kernels import TritonKernels, kernels_for
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from disagg_kv.protocol import Options
 from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreMinimum, StoreRendezvous
 from disagg_kv.staging import RingStagingAllocator
 from disagg_kv.strategies import LayerPipelined, register, strategy

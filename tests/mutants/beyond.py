@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from disagg_kv.protocol.frames import WireTable
+from disagg_kv.core.wire.frames import WireTable
 from tests.support.receive_room import chunk
+from tests.unit.core import test_page_runs as runs
+from tests.unit.core import test_receiving as receiving
 from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_ballots as ballots
 from tests.unit.endpoints import test_bells as bells
@@ -14,8 +16,6 @@ from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_mapping_later as later
 from tests.unit.endpoints import test_uncut as uncut
-from tests.unit.protocol import test_page_runs as runs
-from tests.unit.protocol import test_receiving as receiving
 
 from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, LINKS, MOVER, RECEIVE, TABLES, UNCUT
 from .planting import Mutant
@@ -81,7 +81,7 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             "endpoints.prefill.room:PrefillRoom.ring", 'elif len(effect.aux or b"") <= AUX_BYTES:', "else:"),
      finals.test_longer_aux_data_have_no_final_record),
     (Mutant("a link is disconnected while a thread maps a pool through it",
-            "endpoints.runtime.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
+            "endpoints.peers.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
      partial(later.test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it, returns=False)),
     (Mutant("bells end a room that has leases", RECEIVE + "listens", " and not self.paths", ""),
      receiving.test_bells_end_no_room_that_has_leases_or_pulls),

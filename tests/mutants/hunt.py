@@ -7,8 +7,8 @@ from time import process_time
 
 from attrs import asdict, evolve, frozen
 
-from disagg_kv.bench.machine import Machine
-from disagg_kv.testing.sim import simulate
+from bench.machine import Machine
+from sim import simulate
 
 from .planting import Mutant
 

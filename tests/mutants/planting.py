@@ -15,6 +15,9 @@ from attrs import frozen
 
 from disagg_kv.planning.cache import PlanCache
 
+HOLDERS = ("disagg_kv", "sim")
+"""The packages whose modules may have imported a function that is replaced."""
+
 
 @runtime_checkable
 class Remembering(Protocol):
@@ -72,7 +75,7 @@ class Mutant:
 
 def _importers(name: str, function: FunctionType) -> list[object]:
     """The module of a function, and those that have imported it by its name."""
-    modules = [module for at, module in list(sys.modules.items()) if at.partition(".")[0] == "disagg_kv"]
+    modules = [module for at, module in list(sys.modules.items()) if at.partition(".")[0] in HOLDERS]
     return [module for module in modules if vars(module).get(name) is function]
 
 
@@ -85,7 +88,7 @@ def _set(holders: Iterable[object], name: str, value: object) -> None:
 def _forget() -> None:
     """Drop what the library remembers of its own results: with a bug they are others than without it."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("disagg_kv."):
+        if name.partition(".")[0] in HOLDERS:
             for kept in vars(module).values():
                 if isinstance(kept, Remembering):
                     kept.cache_clear()

@@ -10,9 +10,9 @@ from functools import partial
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
+from disagg_kv.core import Phase
+from disagg_kv.endpoints.handle import ChangeQueue, RoomHandle
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Phase
 
 State = tuple[Phase, bool]
 LIFE: tuple[State, ...] = (

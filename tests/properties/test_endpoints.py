@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.channels import Channel
+from disagg_kv.core import Options, Phase, Verify
 from disagg_kv.memory.paged import Layout
-from disagg_kv.protocol import Options, Phase, Verify
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg_kv.core import Codec, Options
+from disagg_kv.core.room.parts import Parts
+from disagg_kv.core.wire import page_runs as p
+from disagg_kv.core.wire.frames import Expect, Head, TablePart, WireTable
 from disagg_kv.endpoints.prefill.early import EarlyArrivals
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import Epoch, GroupId, RoomId
-from disagg_kv.protocol import Codec, Options
-from disagg_kv.protocol import page_runs as p
-from disagg_kv.protocol.frames import Expect, Head, TablePart, WireTable
-from disagg_kv.protocol.parts import Parts
 
 MOST = 1 << 12
 HEAD = Head(src=bytes(16), dst=bytes(16), room=b"r", generation=1)

@@ -9,9 +9,9 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg_kv.core import Agreement, AnyFrame, Codec, Options, Outcome, RoomKey, Send
+from disagg_kv.core.wire.frames import Decision, Vote
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
-from disagg_kv.protocol import Agreement, AnyFrame, Codec, Options, Outcome, RoomKey, Send
-from disagg_kv.protocol.frames import Decision, Vote
 
 CODEC = Codec()
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg_kv.core import MAX_AUX, VERSION, Codec, Frame
+from disagg_kv.core.wire import frames as f
+from disagg_kv.core.wire.page_runs import tables_from_wire
+from disagg_kv.core.wire.specs import shard_from_wire, site_from_wire, spec_from_wire
 from disagg_kv.errors import RemoteProtocolError
-from disagg_kv.protocol import MAX_AUX, VERSION, Codec, Frame
-from disagg_kv.protocol import frames as f
-from disagg_kv.protocol.page_runs import tables_from_wire
-from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire
 
 numbers = st.integers(0, 2**62)
 regions = st.integers(0, 2**31 - 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg_kv.core import VERSION, Hello, Options, PeerTable
+from disagg_kv.core.peers.peer_effects import PeerEffect
+from disagg_kv.core.wire.frames import Heartbeat, WireSite, WireSpec
 from disagg_kv.errors import PeerLostError
 from disagg_kv.ids import Epoch
-from disagg_kv.protocol import VERSION, Hello, Options, PeerTable
-from disagg_kv.protocol.frames import Heartbeat, WireSite, WireSpec
-from disagg_kv.protocol.peer_effects import PeerEffect
 
 OURS = Epoch(bytes(16))
 PEERS = [Epoch(bytes([n] * 16)) for n in (1, 2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.protocol.timers import Timers
+from disagg_kv.core.timers import Timers
 
 KEYS = st.integers(0, 5)
 TIMES = st.integers(-5, 20).map(float)

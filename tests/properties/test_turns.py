@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not export it to type checkers
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Rank, RoomId
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source, StoreMinimum
 from disagg_kv.strategies import LayerPipelined, PerChunk, Schedule
 from tests.support.rig import KV, Memory, Rig, Truth, put, tp_shards

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg_kv.core import RoomKey, Transfer
 from disagg_kv.endpoints.prefill.waiting import PendingTransfers
 from disagg_kv.ids import Epoch, Generation, RoomId
 from disagg_kv.planning import Segment
-from disagg_kv.protocol import RoomKey, Transfer
 
 ROOMS = [RoomKey(RoomId(b"%d" % n), Generation(n)) for n in range(3)]
 PEERS = [Epoch(bytes([n] * 16)) for n in range(3)]

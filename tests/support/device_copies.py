@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from disagg_kv.core import Options
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.memory import Bell, Event
-from disagg_kv.protocol import Options
 from tests.support.rig import Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
 

@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from disagg_kv.errors import AbortedError, CapacityError, DisaggKVError
-from disagg_kv.ids import Epoch, Generation, Rank, RoomId
-from disagg_kv.planning import Segment
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     Agreement,
     AnyFrame,
     Cancel,
@@ -50,8 +47,8 @@ from disagg_kv.protocol import (
     WriteFailed,
     Wrote,
 )
-from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import (
+from disagg_kv.core.room.flow import room_head
+from disagg_kv.core.wire.frames import (
     Abort,
     AbortAck,
     ChunkReady,
@@ -67,6 +64,9 @@ from disagg_kv.protocol.frames import (
     StagingRequest,
     Vote,
 )
+from disagg_kv.errors import AbortedError, CapacityError, DisaggKVError
+from disagg_kv.ids import Epoch, Generation, Rank, RoomId
+from disagg_kv.planning import Segment
 from disagg_kv.staging import GrantQueue, Lease, RingStagingAllocator
 
 

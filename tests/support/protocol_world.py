@@ -13,12 +13,7 @@ from itertools import count, pairwise
 import numpy as np
 from attrs import define, field, frozen
 
-from disagg_kv.endpoints import attempt_id
-from disagg_kv.errors import PeerLostError, TransportError
-from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
-from disagg_kv.ids import Epoch, GroupId, Rank, RoomId
-from disagg_kv.planning import Batch, Intake, Limits, Segment
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     Awaited,
     Cancel,
     Codec,
@@ -37,7 +32,12 @@ from disagg_kv.protocol import (
     WriteFailed,
     Wrote,
 )
-from disagg_kv.protocol.frames import Expect, WireTable
+from disagg_kv.core.wire.frames import Expect, WireTable
+from disagg_kv.endpoints import attempt_id
+from disagg_kv.errors import PeerLostError, TransportError
+from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
+from disagg_kv.ids import Epoch, GroupId, Rank, RoomId
+from disagg_kv.planning import Batch, Intake, Limits, Segment
 from tests.support.protocol_nodes import DecodeNode, Node, PrefillNode, given_up
 
 Cell = tuple[int, str, int, int]

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from disagg_kv.errors import DisaggKVError
-from disagg_kv.geometry import CacheSpec, shard
-from disagg_kv.ids import Epoch, Generation, RoomId, VirtualOffset
-from disagg_kv.planning import Intake, Segment
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     Awaited,
     Effect,
     Introduced,
@@ -22,7 +18,7 @@ from disagg_kv.protocol import (
     Scattered,
     Send,
 )
-from disagg_kv.protocol.frames import (
+from disagg_kv.core.wire.frames import (
     Abort,
     AuxPart,
     ChunkReady,
@@ -34,7 +30,11 @@ from disagg_kv.protocol.frames import (
     StagingRequest,
     WireTable,
 )
-from disagg_kv.protocol.wire import segment_to_wire
+from disagg_kv.core.wire.specs import segment_to_wire
+from disagg_kv.errors import DisaggKVError
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.ids import Epoch, Generation, RoomId, VirtualOffset
+from disagg_kv.planning import Intake, Segment
 from disagg_kv.staging import Lease
 
 ME = Epoch(bytes([9] * 16))

@@ -17,6 +17,7 @@ import torch
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
+from disagg_kv.core import Options, Phase, Verify
 from disagg_kv.endpoints import (
     DecodeEndpoint,
     Environment,
@@ -34,7 +35,6 @@ from disagg_kv.kernels import Kernels
 from disagg_kv.kernels.convert import reference
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool, bytes_of
 from disagg_kv.memory.paged import Layout
-from disagg_kv.protocol import Options, Phase, Verify
 from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous
 from disagg_kv.staging import StagingAllocator
 from disagg_kv.strategies import Feature, Schedule

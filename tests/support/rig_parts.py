@@ -8,12 +8,12 @@ import numpy as np
 from attrs import evolve
 
 from disagg_kv.channels import Channel, News
+from disagg_kv.core import RoomFrame
+from disagg_kv.core.wire.frames import Codec, Decision, Vote
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.kernels import Checksums, Kernels, Move, PageMove, kernels_for
 from disagg_kv.memory import Bell, Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
-from disagg_kv.protocol import RoomFrame
-from disagg_kv.protocol.frames import Codec, Decision, Vote
 from disagg_kv.transports import InprocTransport, PeerEvent, Settled, Transport, WriteEnded
 from tests.support.pools import Bytes
 

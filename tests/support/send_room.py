@@ -7,29 +7,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from disagg_kv.core import Effect, FlowPlan, Options, Phase, RoomFrame, Send, Sending, SendRoom, Transfer, Wrote
+from disagg_kv.core.wire.frames import Abort, Complete, Grant, Head, Landed
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
 from disagg_kv.planning import Intake, Limits, Segment
-from disagg_kv.protocol import (
-    Effect,
-    FlowPlan,
-    Options,
-    Phase,
-    RoomFrame,
-    Send,
-    Sending,
-    SendRoom,
-    Transfer,
-    Wrote,
-)
-from disagg_kv.protocol.frames import (
-    Abort,
-    Complete,
-    Grant,
-    Head,
-    Landed,
-)
 
 ME = Epoch(bytes([9] * 16))
 D = [Epoch(bytes([r] * 16)) for r in range(3)]

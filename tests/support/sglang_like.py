@@ -17,11 +17,11 @@ import numpy.typing as npt
 from attrs import define, field
 
 from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.sglang.cache import Buffers, pool_of
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
 from disagg_kv.memory import Event
-from disagg_kv.protocol import Options, Verify
 from disagg_kv.rendezvous import RequestRendezvous, Source
 from disagg_kv.transports import transport
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import attrs
 
+from bench.emulated import EmulatedWire, emulate
 from disagg_kv.errors import TransportError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport, faultless
 from disagg_kv.transports import (
-    EmulatedWire,
     InprocTransport,
     PeerEvent,
     Settled,
@@ -20,7 +20,6 @@ from disagg_kv.transports import (
     Transport,
     WriteEnded,
     combine,
-    emulate,
     transport,
 )
 

@@ -22,6 +22,7 @@ import torch
 from attrs import define
 
 from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.opening import decode_name, selecting
 from disagg_kv.engines.vllm.cache import pool_of
@@ -30,7 +31,6 @@ from disagg_kv.engines.vllm.scheduler import SchedulerSide
 from disagg_kv.engines.vllm.work import StepWork
 from disagg_kv.engines.vllm.worker import WorkerSide
 from disagg_kv.ids import LayerId
-from disagg_kv.protocol import Options, Verify
 from disagg_kv.rendezvous import RequestRendezvous
 from disagg_kv.transports import transport
 from tests.support.vllm_requests import BlockTables, Request, Status

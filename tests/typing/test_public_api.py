@@ -10,6 +10,7 @@ import pytest
 from attrs import define, field
 
 from disagg_kv.channels import ZmqChannel
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import DecodeEndpoint, Delivery, PrefillEndpoint, Receiver, Reception, Sender, SupportsFileno
 from disagg_kv.errors import ConfigurationError, DisaggKVError, TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard
@@ -17,7 +18,6 @@ from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, RoomId, Ticket, Virt
 from disagg_kv.memory import Buffer, Event, PagedPool
 from disagg_kv.planning import Writes
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, Pages, PrefixIndex, PrefixLock
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
 from disagg_kv.transports import (

@@ -13,11 +13,12 @@ from typing import get_args
 import attrs
 import pytest
 
+from bench import __main__ as bench
 from disagg_kv import errors
-from disagg_kv.cli.main import COMMANDS, build, run
+from disagg_kv.cli.main import COMMANDS, run
+from disagg_kv.core import AnyFrame, Options
 from disagg_kv.endpoints import Report
 from disagg_kv.observe.metrics import METRICS
-from disagg_kv.protocol import AnyFrame, Options
 from disagg_kv.strategies import registry as strategies
 from disagg_kv.transports import registry as transports
 from tests.support.log_calls import Line, of_file
@@ -25,7 +26,7 @@ from tests.support.log_calls import lines as log_lines
 from tests.support.pages import PAGES, ROOT, blocks, marked, name_of, parse
 
 CHEAP = ("--version", "plan", "doctor")
-"""Commands that are run here; ``demo`` and ``bench`` have tests of their own."""
+"""Commands that are run here; ``demo`` has tests of its own, as ``python -m sim`` and ``python -m bench`` have."""
 
 SAVED = {"transport": "tutorial_transport", "async": "async_transport", "names": "my_transports"}
 """Blocks with these markers are files of the reader, not run with the others."""
@@ -127,10 +128,9 @@ def test_the_protocols_page_names_every_frame_and_option() -> None:
 
 
 def test_the_page_of_the_command_line_has_every_command() -> None:
-    groups = [g.typer_instance for g in build(["bench"]).registered_groups if g.typer_instance]
-    benches = [c.callback.__name__ for group in groups for c in group.registered_commands if c.callback]
+    benches = [c.callback.__name__ for c in bench.build([]).registered_commands if c.callback]
     assert len(benches) > 1
-    shown = [f"| `disagg-kv {name}` |" for name in COMMANDS] + [f"| `bench {name}` |" for name in benches]
+    shown = [f"| `disagg-kv {name}` |" for name in COMMANDS] + [f"| `{name}` |" for name in benches]
     assert [row for row in shown if row not in words("docs/cli.md")] == []
 
 
@@ -209,6 +209,6 @@ def test_every_page_is_in_the_sites_navigation() -> None:
 
 
 def test_the_reference_has_every_layer() -> None:
-    """What users do not import, the command line and its benchmarks, is left out."""
-    layers = {path.parent.name for path in (ROOT / "src/disagg_kv").glob("*/__init__.py")} - {"bench", "cli"}
+    """What users do not import, the command line, is left out."""
+    layers = {path.parent.name for path in (ROOT / "src/disagg_kv").glob("*/__init__.py")} - {"cli"}
     assert [name for name in sorted(layers) if f"\n::: disagg_kv.{name}" not in words("docs/reference.md")] == []

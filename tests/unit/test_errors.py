@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from disagg_kv import errors
+from disagg_kv.core import Options, Phase
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -25,7 +26,6 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Options, Phase
 from tests.support.pages import ROOT
 from tests.support.rig import Rig, tp_shards
 

@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
+from disagg_kv.core import AnyFrame
 from disagg_kv.endpoints import Delivery, Handle, Receiver, Reception, Sender
-from disagg_kv.protocol import AnyFrame
 from pictures.all import IMAGES, PICTURES
 from pictures.drawing import Picture
 from pictures.prefix import HELD, ROWS

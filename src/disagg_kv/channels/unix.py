@@ -1,7 +1,7 @@
 """Channels between processes of one host over Unix-domain sockets, without threads of their own.
 
 A frame goes directly from the sending thread to the waiting thread. ZeroMQ passes it through a thread of its own on
-either side, and each of them has to wake first. ``disagg-kv bench grant`` measures both.
+either side, and each of them has to wake first. ``python -m bench grant`` measures both.
 """
 
 from __future__ import annotations

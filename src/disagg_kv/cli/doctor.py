@@ -211,8 +211,8 @@ def rivals(module: str, installed: Mapping[str, Sequence[str]]) -> Sequence[str]
 def limits(peers: int, soft: int, hard: int) -> Sequence[Finding]:
     """Whether an endpoint of a process keeps the links to all of these peers, by kind of channel."""
     from ..channels import UnixChannel, ZmqChannel
-    from ..endpoints.runtime.link_budget import OVER, OWN_DESCRIPTORS, OWN_LINK, allowed_descriptors, allowed_links
-    from ..protocol import Options
+    from ..core import Options
+    from ..endpoints.peers.link_budget import OVER, OWN_DESCRIPTORS, OWN_LINK, allowed_descriptors, allowed_links
     from ..transports import Capabilities
 
     found = []

@@ -17,7 +17,7 @@ import typer
 from ..errors import ConfigurationError, DisaggKVError
 from .output import fail
 
-COMMANDS = ("demo", "plan", "doctor", "bench", "keys", "simulate", "top")
+COMMANDS = ("demo", "plan", "doctor", "keys", "top")
 """Each is a module of this package with ``register(app: typer.Typer) -> None``."""
 
 
@@ -46,11 +46,11 @@ def build(argv: Sequence[str]) -> typer.Typer:
     return app
 
 
-def run(argv: Sequence[str], make: Callable[[Sequence[str]], typer.Typer] = build) -> int:
-    """Run one command line with the application that ``make`` builds for it, and return its exit code."""
+def run(argv: Sequence[str], make: Callable[[Sequence[str]], typer.Typer] = build, name: str = "disagg-kv") -> int:
+    """Run one command line with the application ``name`` that ``make`` builds for it, and return its exit code."""
     as_json = "--json" in argv
     try:
-        code = make(argv)(list(argv) or ["--help"], prog_name="disagg-kv", standalone_mode=False)
+        code = make(argv)(list(argv) or ["--help"], prog_name=name, standalone_mode=False)
     except typer.TyperException as error:
         fail("UsageError", error.format_message(), as_json=as_json)
         return 2

@@ -1,6 +1,5 @@
 """The sans-IO core: frames and events in, effects out. No thread, no clock, no socket, no memory."""
 
-from .agreement import Agreement, Outcome
 from .base import (
     AskAgain,
     Awaited,
@@ -38,18 +37,19 @@ from .base import (
     WriteFailed,
     Wrote,
 )
-from .flow import Flow, FlowPlan
-from .frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
-from .known_peer import KnownPeer
-from .links import Links
-from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unlink, Unreachable, Up
-from .peers import PeerTable
-from .receive_room import ReceiveRoom
-from .rows import Chunk, Readiness
-from .send_room import SendRoom
-from .tables import RECEIVING, SENDING, Receiving, Sending
+from .peers.known_peer import KnownPeer
+from .peers.links import Links
+from .peers.peer_effects import Forget, Greeted, PeerEffect, SendTo, Unlink, Unreachable, Up
+from .peers.peer_table import PeerTable
+from .room.flow import Flow, FlowPlan
+from .room.receive_room import ReceiveRoom
+from .room.rows import Chunk, Readiness
+from .room.send_room import SendRoom
+from .room.tables import RECEIVING, SENDING, Receiving, Sending
 from .tombstones import RoomOutcome, Tombstones
-from .verify import SUM_BYTES, Verify, check_verify, verified
+from .verdict.agreement import Agreement, Outcome
+from .wire.frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
+from .wire.verify import SUM_BYTES, Verify, check_verify, verified
 
 __all__ = [
     "MAX_AUX",

@@ -15,8 +15,8 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WireOffer, WirePace, WireTable
-from .verify import Verify
+from .wire.frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WireOffer, WirePace, WireTable
+from .wire.verify import Verify
 
 
 class Phase(Enum):

@@ -20,12 +20,12 @@ from .api import (
 from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
 from .kept_pages import CachedPages, PageChecksums, page_sums
+from .loop.cores import threads_on
+from .loop.environment import Environment
+from .peers.incarnation import Incarnation
+from .peers.peer_registry import format_peers
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id, room_id
-from .runtime.cores import threads_on
-from .runtime.environment import Environment
-from .runtime.incarnation import Incarnation
-from .runtime.peer_registry import format_peers
 
 __all__ = [
     "Attempt",

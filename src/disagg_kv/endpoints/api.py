@@ -24,11 +24,11 @@ from typing import Literal, Protocol
 
 from attrs import define, field, frozen
 
+from ..core import Phase
 from ..errors import DisaggKVError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, LayerId, Rank, RoomId
 from ..memory import Event, Mark
-from ..protocol import Phase
 from ..rendezvous import Source
 from ..strategies import Feature
 from .expectation import Expectation

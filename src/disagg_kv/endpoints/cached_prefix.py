@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ... import arguments
-from ...errors import ConfigurationError, GeometryError, RemoteProtocolError
-from ...geometry import PageTable, Site
-from ...ids import GroupId, Rank
-from ...protocol.frames import Expect
-from ...strategies import Selection
+from .. import arguments
+from ..core.wire.frames import Expect
+from ..errors import ConfigurationError, GeometryError, RemoteProtocolError
+from ..geometry import PageTable, Site
+from ..ids import GroupId, Rank
+from ..strategies import Selection
 
 
 def page_multiple(site: Site) -> int:

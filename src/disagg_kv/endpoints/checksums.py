@@ -12,15 +12,15 @@ from typing import Generic, TypeVar
 import numpy as np
 from attrs import frozen
 
-from ...errors import IntegrityError
-from ...geometry import Site
-from ...ids import Rank
-from ...kernels import Kernels, Move
-from ...kernels.checksum.mixing import U64
-from ...memory import Event, MemoryPool
-from ...planning import Segment, StagedLayout
-from ...protocol import SUM_BYTES
-from ...strategies import Tables
+from ..core import SUM_BYTES
+from ..errors import IntegrityError
+from ..geometry import Site
+from ..ids import Rank
+from ..kernels import Kernels, Move
+from ..kernels.checksum.mixing import U64
+from ..memory import Event, MemoryPool
+from ..planning import Segment, StagedLayout
+from ..strategies import Tables
 
 K = TypeVar("K", bound=Hashable)
 

@@ -11,8 +11,8 @@ from ..errors import GeometryError
 from ..geometry import PageTable
 from ..ids import GroupId
 from ..memory import Event
+from .cached_prefix import rows_by_group
 from .kept_pages import CachedPages
-from .runtime.cached_prefix import rows_by_group
 
 
 def _stop(given: int | None) -> int | None:

@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ... import arguments
-from ...errors import DisaggKVError, GeometryError
-from ...geometry import PageTable, Site
-from ...ids import GroupId, RoomId, room_name
-from ...protocol import Phase
-from ..api import Report
+from .. import arguments
+from ..core import Phase
+from ..errors import DisaggKVError, GeometryError
+from ..geometry import PageTable, Site
+from ..ids import GroupId, RoomId, room_name
+from .api import Report
 from .latch import Latch
 from .readiness import Readiness
 

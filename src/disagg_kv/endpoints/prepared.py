@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from attrs import frozen
 
-from .runtime.event_loop import EventLoop
+from .loop.event_loop import EventLoop
 
 
 class Launch(Protocol):

@@ -17,10 +17,10 @@ from typing import Protocol
 from attrs import define, field, frozen
 
 from .. import arguments
+from ..core import Options, Phase
+from ..core.room.machine import ours
 from ..errors import AbortedError, ConfigurationError, DeadlineError, DisaggKVError, LocalProtocolError
 from ..ids import Epoch, GroupId, RoomId, room_name
-from ..protocol import Options, Phase
-from ..protocol.machine import ours
 from ..rendezvous import Source
 from ..trace import Guarded, Observer, Silent
 from .api import PeerInfo, Receiver, Reception, Report

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ... import arguments
-from ...errors import ConfigurationError, DisaggKVError, text_of
-from ...kernels import Kernels, SupportsWarmUp, kernels_for
-from ...memory import Buffer, MemoryPool, new_buffer
-from ...protocol import Verify
-from ...staging import ALIGNMENT, StagingAllocator
-from ...transports import SupportsAllocate, Transport
+from .. import arguments
+from ..core import Verify
+from ..errors import ConfigurationError, DisaggKVError, text_of
+from ..kernels import Kernels, SupportsWarmUp, kernels_for
+from ..memory import Buffer, MemoryPool, new_buffer
+from ..staging import ALIGNMENT, StagingAllocator
+from ..transports import SupportsAllocate, Transport
 
 
 def new_staging(transport: Transport, nbytes: int, device: str) -> Buffer:

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from ...errors import LocalProtocolError
-from ...ids import RoomId, room_name
+from ..errors import LocalProtocolError
+from ..ids import RoomId, room_name
 from .bounded import bound
 from .handle import RoomHandle
 

@@ -20,12 +20,12 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
 from ..channels.reach import reached_at
+from ..core import Options
 from ..endpoints import DecodeEndpoint, Environment, PrefillEndpoint, threads_on
 from ..errors import ConfigurationError, UnknownNameError
 from ..geometry import Shard
 from ..ids import Role
 from ..memory import Event, MemoryPool
-from ..protocol import Options
 from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
 from ..transports import Transport, between_processes
 from ..transports.lane_offers import JOIN

@@ -9,8 +9,8 @@ import attrs
 from attrs import field, frozen
 
 from .. import arguments
+from ..core import Verify, check_verify
 from ..errors import ConfigurationError, UnknownNameError
-from ..protocol import Verify, check_verify
 from ..strategies import strategy
 from .common import COMMON, DESCRIPTIONS, OWN
 

@@ -23,10 +23,10 @@ from types import TracebackType
 from typing import Self, get_args
 
 from .. import arguments
+from ..core import Phase
 from ..endpoints import PeerState, SupportsUsage
 from ..errors import ConfigurationError, MissingDependencyError, text_of
 from ..ids import Rank, Role
-from ..protocol import Phase
 from ..trace import Span
 from . import metrics as m
 from .metrics import Metric

@@ -25,10 +25,10 @@ from typing import Self
 from attrs import define
 
 from .. import arguments
+from ..core import Phase
 from ..endpoints import EndpointStatus, PeerInfo, RoomInfo, SupportsStatus
 from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..ids import room_text
-from ..protocol import Phase
 from ..transports.process import Home
 from .status import FORMAT, LONGEST, SUFFIX, check_folder, default_folder
 

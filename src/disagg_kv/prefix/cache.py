@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import arguments
+from ..core import Phase
 from ..endpoints import CachedPages
 from ..errors import (
     CapacityError,
@@ -23,7 +24,6 @@ from ..errors import (
 )
 from ..geometry import I32, PageTable, Site
 from ..memory import Event
-from ..protocol import Phase
 from .base import Pages, PrefixIndex, Tokens
 from .index import namespace_of
 from .sums import CachedChecksums

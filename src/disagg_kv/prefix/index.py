@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from .. import arguments
+from ..core.wire.specs import spec_to_wire
 from ..errors import ConfigurationError, GeometryError, LocalProtocolError
 from ..geometry import I32, CacheSpec
-from ..protocol.wire import spec_to_wire
 from .base import PrefixLock, Tokens
 
 Digest = Callable[[bytes], bytes]

@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 from attrs import field, frozen
 
 from .. import arguments
+from ..core import MAX_RANKS
 from ..errors import ConfigurationError
 from ..ids import Rank
-from ..protocol import MAX_RANKS
 
 MAX_ADDRESS = 1024
 """Characters of an address in a :class:`Source`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .. import arguments
+from ..core import MAX_RANKS
 from ..errors import ConfigurationError
 from ..ids import Rank
-from ..protocol import MAX_RANKS
 
 
 def check_rank(instance: str, rank: Rank, world: int) -> tuple[Rank, int]:

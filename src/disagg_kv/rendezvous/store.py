@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from .. import arguments
+from ..core import MAX_RANKS
 from ..errors import InstanceClosedError, PeerLostError, RemoteProtocolError
 from ..ids import Rank
-from ..protocol import MAX_RANKS
 from .base import Source
 from .records import check_rank, check_world
 

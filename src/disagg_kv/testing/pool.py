@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ..endpoints.runtime.construction import check_pool
+from ..endpoints.loop.construction import check_pool
 from ..errors import GeometryError
 from ..geometry import CacheSpec, PageTable, Shard, shard
 from ..kernels import Move, kernels_for

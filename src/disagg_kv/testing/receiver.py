@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from ..channels import Hub, InprocChannel
+from ..core import Options, Phase
 from ..endpoints import DecodeEndpoint, Delivery, Environment, Expectation, PrefillEndpoint, Receiver, Reception
 from ..errors import (
     AbortedError,
@@ -33,7 +34,6 @@ from ..errors import (
 from ..geometry import CacheSpec, PageTable, shard
 from ..ids import Epoch, GroupId, RoomId
 from ..memory import U8, PagedPool, bytes_of
-from ..protocol import Options, Phase
 from ..rendezvous import Source, StaticRendezvous
 from ..transports import InprocTransport
 from .pair import wait

@@ -17,7 +17,6 @@ from .base import (
 from .combining import combine
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
 from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
@@ -30,7 +29,6 @@ __all__ = [
     "Capabilities",
     "Connected",
     "Descriptor",
-    "EmulatedWire",
     "Extents",
     "Home",
     "InprocTransport",
@@ -55,7 +53,6 @@ __all__ = [
     "copy",
     "decode",
     "default_transport",
-    "emulate",
     "encode",
     "pack",
     "register_transport",

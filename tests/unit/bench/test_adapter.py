@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection
 import attrs
 import pytest
 
-from disagg_kv.bench import adapter
-from disagg_kv.bench import raw as raws
-from disagg_kv.bench.adapter import run_adapter
-from disagg_kv.cli.main import run
+from bench import adapter
+from bench import raw as raws
+from bench.__main__ import run
+from bench.adapter import run_adapter
 from disagg_kv.errors import ConfigurationError, DeadlineError, DisaggKVError, IntegrityError, TransportError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Buffer, Event
@@ -108,7 +108,7 @@ class Threads:
 )
 def test_the_library_and_the_transport_write_in_turns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Both sizes, both ways, in one run on the real library."""
-    assert run(["bench", "adapter", "--transport", name, "--small", "5", "--large", "2", "--json"]) == 0
+    assert run(["adapter", "--transport", name, "--small", "5", "--large", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["transport"]) == (True, name)
     assert [(size["nbytes"], size["writes"]) for size in found["sizes"]] == [(64 << 10, 5), (16 << 20, 2)]

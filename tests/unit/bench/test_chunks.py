@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 import pytest
 
-from disagg_kv.bench.chunks import SMALLER, run_chunks
-from disagg_kv.cli.main import run
+from bench.__main__ import run
+from bench.chunks import SMALLER, run_chunks
 from disagg_kv.errors import ConfigurationError, IntegrityError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
@@ -28,7 +28,7 @@ class Careless(InprocTransport):
 def test_every_chunk_crosses_by_itself_in_both_lengths(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Threads where the transport works within one process, else processes."""
     more = ["--transport", transport, "--tokens", "1000", "--chunk", "16", "--repeats", "2", "--layers", "2", "--json"]
-    assert run(["bench", "chunks", *more]) == 0
+    assert run(["chunks", *more]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["transport"], found["tokens"], found["chunk"]) == (True, transport, 1000, 16)
     assert [of["strategy"] for of in found["strategies"]] == ["staged", "direct"]
@@ -40,7 +40,7 @@ def test_every_chunk_crosses_by_itself_in_both_lengths(transport: str, capsys: p
 
 
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "chunks", "--transport", "inproc", "--tokens", "256", "--repeats", "1"]) == 0
+    assert run(["chunks", "--transport", "inproc", "--tokens", "256", "--repeats", "1"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("staged", "direct", "us a chunk", "every byte was right"))
 

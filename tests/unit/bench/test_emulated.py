@@ -5,7 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from disagg_kv.endpoints.runtime.handle import HostEvent
+from bench.emulated import EmulatedWire, emulate
+from disagg_kv.endpoints.handle import HostEvent
 from disagg_kv.errors import ConfigurationError, TransportError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
@@ -13,7 +14,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import Pair, batch
-from disagg_kv.transports import EmulatedWire, InprocTransport, SupportsAllocate, Transport, WriteEnded, emulate
+from disagg_kv.transports import InprocTransport, SupportsAllocate, Transport, WriteEnded
 from tests.support.transports import emulated_shm
 
 N = 1000

@@ -10,17 +10,17 @@ import attrs
 import numpy as np
 import pytest
 
-from disagg_kv.bench import grant
-from disagg_kv.bench.grant import ASKED, rooms, run_grant
-from disagg_kv.bench.timing import Timed
+from bench import grant
+from bench.__main__ import run
+from bench.grant import ASKED, rooms, run_grant
+from bench.timing import Timed
 from disagg_kv.channels import Arrived, UnixChannel
-from disagg_kv.cli.main import run
+from disagg_kv.core import Codec
+from disagg_kv.core.wire.frames import Grant, Head, StagingRequest
 from disagg_kv.errors import ConfigurationError, DeadlineError, IntegrityError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
-from disagg_kv.protocol import Codec
-from disagg_kv.protocol.frames import Grant, Head, StagingRequest
 from disagg_kv.transports import InprocTransport, registry
 
 
@@ -37,7 +37,7 @@ def test_grants_and_bare_frames_stand_side_by_side_in_two_rhythms(
 ) -> None:
     """Threads where the transport works within one process, else processes; repeats are rounded up to whole rooms."""
     more = ["--transport", transport, "--repeats", str(ASKED + 1), "--pause", "0.001", "--json"]
-    assert run(["bench", "grant", *more]) == 0
+    assert run(["grant", *more]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["transport"], found["repeats"]) == (True, transport, 2 * ASKED)
     assert found["request_bytes"] > 50 < found["grant_bytes"]
@@ -49,7 +49,7 @@ def test_grants_and_bare_frames_stand_side_by_side_in_two_rhythms(
 
 
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "grant", "--transport", "inproc", "--repeats", "1", "--pause", "0.001"]) == 0
+    assert run(["grant", "--transport", "inproc", "--repeats", "1", "--pause", "0.001"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("in a row", "after 1 ms", "bare ZeroMQ", "every byte was right"))
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) 
     for repeats, pause_s in ((0, 0.01), (1, 0.0), (1, 60.0)):
         with pytest.raises(ConfigurationError, match="round trips"):
             run_grant("inproc", repeats, pause_s)
-    assert run(["bench", "grant", "--transport", "pigeon", "--json"]) == 2
+    assert run(["grant", "--transport", "pigeon", "--json"]) == 2
     assert "known: " in json.loads(capsys.readouterr().out)["error"]["message"]
 
 

@@ -8,11 +8,11 @@ from multiprocessing import Pipe
 import numpy as np
 import pytest
 
+from bench.ranks import Ranks
 from benchmarks.idle import AS_IT_IS, Case, Turns, Without, policy
-from disagg_kv.bench.ranks import Ranks
-from disagg_kv.endpoints.runtime import event_loop
-from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
-from disagg_kv.protocol import Options
+from disagg_kv.core import Options
+from disagg_kv.endpoints.loop import event_loop
+from disagg_kv.endpoints.loop.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.transports import Capabilities
 
 FAST = Capabilities(waits_events=True, bytes_per_s=3.8e11)

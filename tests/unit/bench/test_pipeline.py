@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from disagg_kv.bench.pipeline import PipelineShape
-from disagg_kv.bench.shape import TransferShape
-from disagg_kv.cli.main import run
+from bench.__main__ import run
+from bench.pipeline import PipelineShape
+from bench.shape import TransferShape
 from disagg_kv.errors import ConfigurationError
 
 SMALL = (
-    "bench pipeline --transport inproc --prefill-tp 1 --tokens 64 --layers 4 --kv-heads 2 --head-dim 8 --compute 0.04 "
+    "pipeline --transport inproc --prefill-tp 1 --tokens 64 --layers 4 --kv-heads 2 --head-dim 8 --compute 0.04 "
     "--ratios 1 --lengths 64,128 --repeats 2 --pairs 2"
 )
 
@@ -53,5 +53,5 @@ def test_numbers_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_a_list_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "pipeline", "--ratios", "one"]) != 0
+    assert run(["pipeline", "--ratios", "one"]) != 0
     assert "not a list of numbers" in " ".join(capsys.readouterr().err.split())

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import attrs
 import pytest
 
-from disagg_kv.bench import TransferShape, run_transfer
-from disagg_kv.bench.bulk import BulkSource
-from disagg_kv.bench.grant import run_grant
-from disagg_kv.bench.rank import DecodeRank, Moved
-from disagg_kv.bench.shape import WIRE
-from disagg_kv.bench.timing import Queued
-from disagg_kv.bench.transfer import run_turns
+from bench import TransferShape, run_transfer
+from bench.bulk import BulkSource
+from bench.grant import run_grant
+from bench.rank import DecodeRank, Moved
+from bench.shape import WIRE
+from bench.timing import Queued
+from bench.transfer import run_turns
 from disagg_kv.errors import IntegrityError
 from disagg_kv.geometry import I64
 from disagg_kv.kernels import Move

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from disagg_kv.bench.prefix import Figures, plot_svg, run_prefix
-from disagg_kv.bench.prefix_emulation import PARAMETERS, Emulation, Emulator, Run
-from disagg_kv.bench.prefix_workload import PrefixShape, prompts_of
-from disagg_kv.cli.main import run
+from bench.__main__ import run
+from bench.prefix import Figures, plot_svg, run_prefix
+from bench.prefix_emulation import PARAMETERS, Emulation, Emulator, Run
+from bench.prefix_workload import PrefixShape, prompts_of
 from disagg_kv.errors import CapacityError, ConfigurationError
 
 TINY = PrefixShape(groups=4, prompts=3, shared_tokens=900, own_tokens=120, answer_tokens=20, concurrency=4)
@@ -203,7 +203,7 @@ def test_the_report_and_its_picture() -> None:
 @pytest.mark.slow
 def test_the_command_as_json_with_a_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One document; a real model's conversations move the least there is, and everything without the selection."""
-    code = run(["bench", "prefix", "--small", "--json", "--plot", str(tmp_path / "plot.svg")])
+    code = run(["prefix", "--small", "--json", "--plot", str(tmp_path / "plot.svg")])
     found = json.loads(capsys.readouterr().out)
     assert code == (0 if found["ok"] else 1)
     assert found["model"]["ok"] is True
@@ -220,7 +220,7 @@ def test_the_command_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path
     file.write_text(json.dumps({**attrs.asdict(EMULATION), "decode_kv_tokens": 1400}))
     sizes = ["--groups", "6", "--prompts", "4", "--shared-tokens", "900", "--own-tokens", "100"]
     more = ["--answer-tokens", "20", "--concurrency", "2", "--parameters", str(file)]
-    assert run(["bench", "prefix", *sizes, *more]) == 1
+    assert run(["prefix", *sizes, *more]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "FAILED: bytes_over_ideal" in text
     assert "published on" in text

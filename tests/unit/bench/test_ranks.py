@@ -14,10 +14,10 @@ import attrs
 import numpy as np
 import pytest
 
-from disagg_kv.bench import TransferShape, bulk, machine, ranks, run_transfer
-from disagg_kv.bench.data import fill, page_ids, poison, wrong
-from disagg_kv.bench.rank import BUSY_S, _portable, wait_until
-from disagg_kv.bench.ranks import Ranks
+from bench import TransferShape, bulk, machine, ranks, run_transfer
+from bench.data import fill, page_ids, poison, wrong
+from bench.rank import BUSY_S, _portable, wait_until
+from bench.ranks import Ranks
 from disagg_kv.errors import (
     ConfigurationError,
     DeadlineError,
@@ -94,7 +94,7 @@ def test_errors_cross_a_pipe() -> None:
 def test_a_rank_that_cannot_begin_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The channels' folder is too deep for a socket's address."""
     deep = Path("/tmp") / ("x" * 90)
-    monkeypatch.setattr("disagg_kv.bench.rank.Setup.address", lambda *_: f"unix://{deep}/y")
+    monkeypatch.setattr("bench.rank.Setup.address", lambda *_: f"unix://{deep}/y")
     with pytest.raises(Exception, match="cannot be bound"):
         run_transfer(SMALL)
 

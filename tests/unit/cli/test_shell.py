@@ -13,9 +13,11 @@ import pytest
 import typer
 from rich.text import Text
 
+from bench import __main__ as bench
 from disagg_kv.cli.main import COMMANDS, build, main, run
 from disagg_kv.cli.output import JsonFlag, emit, progress
 from disagg_kv.errors import ConfigurationError, DisaggKVError, PeerLostError
+from sim import __main__ as sim
 
 PLAN = ["plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "8", "--tokens", "8"]
 
@@ -110,13 +112,19 @@ def numbers_of(app: typer.Typer, names: Sequence[str] = ()) -> Iterator[tuple[st
                 yield (*names, one.name or body.__name__, f"--{name.replace('_', '-')}")
 
 
-NUMBERS = sorted(numbers_of(build([])))
+PROGRAMS = {"disagg-kv": run, "bench": bench.run, "sim": sim.run}
+NUMBERS = sorted(
+    (name, *words)
+    for name, app in (("disagg-kv", build([])), ("bench", bench.build([])), ("sim", sim.build([])))
+    for words in numbers_of(app)
+)
 
 
 def test_the_options_with_fractions_were_found() -> None:
     assert len(NUMBERS) >= 14
-    assert ("plan", "--layer-us") in NUMBERS
+    assert ("disagg-kv", "plan", "--layer-us") in NUMBERS
     assert ("bench", "grant", "--pause") in NUMBERS
+    assert ("sim", "simulate", "--seconds") in NUMBERS
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "-1"])
@@ -124,14 +132,16 @@ def test_the_options_with_fractions_were_found() -> None:
 def test_a_number_that_is_not_finite_or_negative_is_refused_before_anything_runs(
     words: Sequence[str], value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([*words, value]) == 2
+    program, *rest = words
+    # The one command of ``python -m sim`` has no name on its command line.
+    assert PROGRAMS[program]([*rest[rest[0] == "simulate" :], value]) == 2
     assert f"Invalid value for '{words[-1]}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--ratios", "--lengths"])
 @pytest.mark.parametrize("value", ["nan", "1,inf", "1,two"])
 def test_a_list_of_numbers_has_finite_ones_alone(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "pipeline", option, value]) == 2
+    assert bench.run(["pipeline", option, value]) == 2
     assert repr(value) in capsys.readouterr().err
 
 

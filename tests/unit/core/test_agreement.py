@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from disagg_kv.core import Agreement, Decided, Options, Outcome, RoomKey, Send
+from disagg_kv.core.verdict.agreement import USED_TWICE
+from disagg_kv.core.wire.frames import Decision, Vote
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
-from disagg_kv.protocol import Agreement, Decided, Options, Outcome, RoomKey, Send
-from disagg_kv.protocol.agreement import USED_TWICE
-from disagg_kv.protocol.frames import Decision, Vote
 
 ROOM = RoomId(b"r")
 E = [Epoch(bytes([r] * 16)) for r in range(5)]

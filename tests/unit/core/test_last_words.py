@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.errors import AbortedError, DeadlineError, PeerLostError, RemoteProtocolError
-from disagg_kv.planning import Segment
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     Cancel,
     CastVote,
     Free,
@@ -21,7 +19,9 @@ from disagg_kv.protocol import (
     WriteFailed,
     Wrote,
 )
-from disagg_kv.protocol.frames import Abort, AuxPart, AuxTaken, ChunkReady, Done, Drained, Landed
+from disagg_kv.core.wire.frames import Abort, AuxPart, AuxTaken, ChunkReady, Done, Drained, Landed
+from disagg_kv.errors import AbortedError, DeadlineError, PeerLostError, RemoteProtocolError
+from disagg_kv.planning import Segment
 from tests.support import receive_room as decode
 from tests.support import send_room as prefill
 from tests.support.receive_room import LEASE, OTHER_LEASE, P, chunk, done, failed, phase_of, released, request, state_of

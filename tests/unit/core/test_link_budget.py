@@ -6,9 +6,7 @@ from math import inf
 
 import pytest
 
-from disagg_kv.errors import CapacityError, PeerLostError, TransportError
-from disagg_kv.ids import Epoch
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     VERSION,
     Forget,
     Hello,
@@ -22,7 +20,9 @@ from disagg_kv.protocol import (
     Unreachable,
     Up,
 )
-from disagg_kv.protocol.frames import Heartbeat, Parted, Refused, WireSite, WireSpec
+from disagg_kv.core.wire.frames import Heartbeat, Parted, Refused, WireSite, WireSpec
+from disagg_kv.errors import CapacityError, PeerLostError, TransportError
+from disagg_kv.ids import Epoch
 
 
 def epoch(n: int) -> Epoch:

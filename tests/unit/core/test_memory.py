@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from disagg_kv.core import Options, RoomOutcome, Send, Tombstones
+from disagg_kv.core.repeater import Repeater
+from disagg_kv.core.tombstones import BLOCK, GENERATIONS
+from disagg_kv.core.wire.frames import Heartbeat
 from disagg_kv.ids import Epoch, Generation
-from disagg_kv.protocol import Options, RoomOutcome, Send, Tombstones
-from disagg_kv.protocol.frames import Heartbeat
-from disagg_kv.protocol.repeater import Repeater
-from disagg_kv.protocol.tombstones import BLOCK, GENERATIONS
 
 PEER, OTHER = Epoch(bytes(16)), Epoch(bytes([1] * 16))
 BEAT = Send(PEER, Heartbeat(src=OTHER, dst=PEER))

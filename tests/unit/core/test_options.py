@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from disagg_kv.core import Options
 from disagg_kv.errors import ConfigurationError
-from disagg_kv.protocol import Options
 
 
 @pytest.mark.parametrize("field", [f.name for f in attrs.fields(Options) if f.name != "bells"])

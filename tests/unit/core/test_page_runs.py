@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from disagg_kv.core.room.parts import Parts
+from disagg_kv.core.wire import page_runs as p
+from disagg_kv.core.wire.frames import WireTable
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import GroupId
-from disagg_kv.protocol import page_runs as p
-from disagg_kv.protocol.frames import WireTable
-from disagg_kv.protocol.parts import Parts
 
 MOST = 1 << 22
 

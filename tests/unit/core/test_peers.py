@@ -7,13 +7,13 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from disagg_kv.core import VERSION, Forget, Greeted, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
+from disagg_kv.core.peers.known_peer import FORGET_AFTER
+from disagg_kv.core.peers.peer_effects import PeerEffect
+from disagg_kv.core.peers.refusals import MAX_REFUSED, Answers
+from disagg_kv.core.wire.frames import Heartbeat, Refused, WireSite, WireSpec
 from disagg_kv.errors import IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Epoch
-from disagg_kv.protocol import VERSION, Forget, Greeted, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
-from disagg_kv.protocol.frames import Heartbeat, Refused, WireSite, WireSpec
-from disagg_kv.protocol.known_peer import FORGET_AFTER
-from disagg_kv.protocol.peer_effects import PeerEffect
-from disagg_kv.protocol.refusals import MAX_REFUSED, Answers
 
 
 def epoch(n: int) -> Epoch:
@@ -634,7 +634,7 @@ def test_where_nobody_answered_once_the_next_is_told_soon() -> None:
 
 
 def test_addresses_where_nobody_is_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disagg_kv.protocol.dials.MAX_ABSENT", 2)
+    monkeypatch.setattr("disagg_kv.core.peers.dials.MAX_ABSENT", 2)
     a, o = table(1, "a"), Options()
     for address in "bcd":
         a.dial(address, 0.0)

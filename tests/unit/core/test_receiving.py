@@ -7,15 +7,7 @@ from collections.abc import Sequence
 import pytest
 from attrs import evolve
 
-from disagg_kv.errors import (
-    AbortedError,
-    IntegrityError,
-    RemoteProtocolError,
-)
-from disagg_kv.geometry import CacheSpec, shard
-from disagg_kv.ids import Rank
-from disagg_kv.planning import Intake, Segment
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     Cancel,
     CastVote,
     Concluded,
@@ -36,7 +28,7 @@ from disagg_kv.protocol import (
     Store,
     Tick,
 )
-from disagg_kv.protocol.frames import (
+from disagg_kv.core.wire.frames import (
     Abort,
     AuxTaken,
     Complete,
@@ -48,6 +40,14 @@ from disagg_kv.protocol.frames import (
     Queued,
     Returned,
 )
+from disagg_kv.errors import (
+    AbortedError,
+    IntegrityError,
+    RemoteProtocolError,
+)
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.ids import Rank
+from disagg_kv.planning import Intake, Segment
 from tests.support.receive_room import (
     LEASE,
     OTHER_LEASE,

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.errors import (
-    AbortedError,
-    DeadlineError,
-    DisaggKVError,
-    PeerLostError,
-)
-from disagg_kv.ids import Epoch, Rank
-from disagg_kv.planning import Segment
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     Cancel,
     CastVote,
     Decided,
@@ -28,14 +20,15 @@ from disagg_kv.protocol import (
     Scattered,
     Tick,
 )
-from disagg_kv.protocol.frames import (
-    Abort,
-    AbortAck,
-    Drained,
-    DrainedAck,
-    Expected,
-    Landed,
+from disagg_kv.core.wire.frames import Abort, AbortAck, Drained, DrainedAck, Expected, Landed
+from disagg_kv.errors import (
+    AbortedError,
+    DeadlineError,
+    DisaggKVError,
+    PeerLostError,
 )
+from disagg_kv.ids import Epoch, Rank
+from disagg_kv.planning import Segment
 from tests.support.receive_room import (
     LEASE,
     OTHER_LEASE,

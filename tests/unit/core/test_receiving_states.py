@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from disagg_kv.core import CastVote, Introduced
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, Component, shard
 from disagg_kv.ids import LayerId, VirtualOffset
 from disagg_kv.planning import Intake, Segment
-from disagg_kv.protocol import CastVote, Introduced
 from disagg_kv.staging import Lease
 from tests.support.receive_room import OTHER_LEASE, SPEC, A, B, P, Room, done, only, request
 

@@ -7,13 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg_kv.errors import RemoteProtocolError
-from disagg_kv.geometry import CacheSpec, Group, Plane, Site, shard
-from disagg_kv.ids import GroupId, LayerId
-from disagg_kv.protocol import Codec
-from disagg_kv.protocol import runs as r
-from disagg_kv.protocol.frames import MAX_ENTRIES, Hello, WireComponent, WireHolding, WireSpec
-from disagg_kv.protocol.wire import (
+from disagg_kv.core import Codec
+from disagg_kv.core.wire import runs as r
+from disagg_kv.core.wire.frames import MAX_ENTRIES, Hello, WireComponent, WireHolding, WireSpec
+from disagg_kv.core.wire.specs import (
     MAX_HELD,
     shard_to_wire,
     shards_from_wire,
@@ -22,6 +19,9 @@ from disagg_kv.protocol.wire import (
     spec_from_wire,
     spec_to_wire,
 )
+from disagg_kv.errors import RemoteProtocolError
+from disagg_kv.geometry import CacheSpec, Group, Plane, Site, shard
+from disagg_kv.ids import GroupId, LayerId
 
 few = st.integers(0, 3)
 rows = st.tuples(few, st.sampled_from("kv"), st.just("g"), few, few, st.just(1), few, st.just(1))

@@ -4,23 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.errors import AbortedError, RemoteProtocolError
-from disagg_kv.geometry import CacheSpec, shard
-from disagg_kv.ids import LayerId, Rank
-from disagg_kv.planning import Intake, Limits, Segment
-from disagg_kv.protocol import (
-    Cancel,
-    CastVote,
-    Decided,
-    Disarmed,
-    FlowPlan,
-    Granted,
-    Phase,
-    Transfer,
-    WriteFailed,
-    Wrote,
-)
-from disagg_kv.protocol.frames import (
+from disagg_kv.core import Cancel, CastVote, Decided, Disarmed, FlowPlan, Granted, Phase, Transfer, WriteFailed, Wrote
+from disagg_kv.core.wire.frames import (
     AuxPart,
     AuxTaken,
     ChunkReady,
@@ -32,6 +17,10 @@ from disagg_kv.protocol.frames import (
     Returned,
     StagingRequest,
 )
+from disagg_kv.errors import AbortedError, RemoteProtocolError
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.ids import LayerId, Rank
+from disagg_kv.planning import Intake, Limits, Segment
 from tests.support.send_room import (
     RETRY,
     A,

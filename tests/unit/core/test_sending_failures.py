@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.core import CastVote, Decided, Gone, Lost, Phase, Quiet, Send, Sending, WriteFailed, Wrote
+from disagg_kv.core.room.flow import WRITE_TRIES
+from disagg_kv.core.wire.frames import Abort, AbortAck, ChunkReady, Drained, DrainedAck, Expect
 from disagg_kv.errors import (
     AbortedError,
     DeadlineError,
@@ -15,27 +18,6 @@ from disagg_kv.errors import (
     TransportError,
 )
 from disagg_kv.ids import Generation
-from disagg_kv.protocol import (
-    CastVote,
-    Decided,
-    Gone,
-    Lost,
-    Phase,
-    Quiet,
-    Send,
-    Sending,
-    WriteFailed,
-    Wrote,
-)
-from disagg_kv.protocol.flow import WRITE_TRIES
-from disagg_kv.protocol.frames import (
-    Abort,
-    AbortAck,
-    ChunkReady,
-    Drained,
-    DrainedAck,
-    Expect,
-)
 from tests.support.send_room import (
     FINAL,
     RETRY,

@@ -8,9 +8,7 @@ from typing import cast
 
 import pytest
 
-from disagg_kv.errors import LocalProtocolError, RemoteProtocolError
-from disagg_kv.ids import Epoch, Generation, RoomId
-from disagg_kv.protocol import (
+from disagg_kv.core import (
     RECEIVING,
     SENDING,
     AskAgain,
@@ -38,9 +36,11 @@ from disagg_kv.protocol import (
     WriteFailed,
     Wrote,
 )
-from disagg_kv.protocol.diagram import diagram
-from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import (
+from disagg_kv.core.room.diagram import diagram
+from disagg_kv.core.room.flow import room_head
+from disagg_kv.core.room.machine import Machine
+from disagg_kv.core.room.tables import Table
+from disagg_kv.core.wire.frames import (
     Abort,
     AbortAck,
     AuxPart,
@@ -60,8 +60,8 @@ from disagg_kv.protocol.frames import (
     StagingRequest,
     TablesTaken,
 )
-from disagg_kv.protocol.machine import Machine
-from disagg_kv.protocol.tables import Table
+from disagg_kv.errors import LocalProtocolError, RemoteProtocolError
+from disagg_kv.ids import Epoch, Generation, RoomId
 
 TO_DECODE = {Expected, TablesTaken, StagingRequest, Return, ChunkReady, AuxPart, Done, Abort, Drained}
 TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, AuxTaken, Complete, Abort, AbortAck, DrainedAck}

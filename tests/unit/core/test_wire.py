@@ -5,20 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from disagg_kv.core.wire import specs as w
+from disagg_kv.core.wire.frames import LEAST_RATE, MOST_RATE, SLOWEST_S, WireComponent, WirePace, WireSite, wire_pace
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Shard, Site, shard, stages
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.planning import Segment
-from disagg_kv.protocol import wire as w
-from disagg_kv.protocol.frames import (
-    LEAST_RATE,
-    MOST_RATE,
-    SLOWEST_S,
-    WireComponent,
-    WirePace,
-    WireSite,
-    wire_pace,
-)
 
 KV = CacheSpec.kv(4, 8, 16, "bfloat16", v_head_dim=8, v_dtype="int8", model=b"m")
 MIXED = CacheSpec(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.errors import IncompatiblePeerError, PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Rank, RoomId
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import RequestRendezvous, Source
 from tests.support.rig import Decodes, Prefills, Rig, tp_shards
 

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 
+from disagg_kv.core import Codec
+from disagg_kv.core.wire.frames import Return
+from disagg_kv.endpoints.loop.send_buffer import SendBuffer
+from disagg_kv.endpoints.peers.limited_log import LimitedLog
 from disagg_kv.endpoints.prefill.prepared import PreparedGathers
-from disagg_kv.endpoints.runtime.limited_log import LimitedLog
-from disagg_kv.endpoints.runtime.send_buffer import SendBuffer
-from disagg_kv.protocol import Codec
-from disagg_kv.protocol.frames import Return
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag, Over, PreparingKernels

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from attrs import define, field
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints.prefill.armed import Armed
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import TransportError
@@ -16,7 +17,6 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import PageMove, PreparedCopy
 from disagg_kv.memory import Bell, Event, bytes_of, parts
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.strategies import LayerPipelined
 from tests.support.device_copies import DeviceKernels
 from tests.support.rig import KV, Decodes, PrefillOptions, Prefills, Request, Rig, tp_shards

@@ -7,8 +7,8 @@ from functools import partial
 
 from attrs import define
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.errors import TransportError
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.strategies import LayerPipelined
 from disagg_kv.transports.bells import HostBells, words_of
 from tests.support.device_copies import Copy

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints.decode import bells
 from disagg_kv.endpoints.decode.ballots import NOTHING, SLOT_BYTES, Ballot
 from disagg_kv.endpoints.decode.bells import BellWatch
 from disagg_kv.endpoints.decode.rooms import DecodeSide
-from disagg_kv.endpoints.runtime.shared_words import HostWords
+from disagg_kv.endpoints.peers.shared_words import HostWords
 from disagg_kv.errors import AbortedError, PeerLostError, RegistrationError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch
 from disagg_kv.memory import Buffer
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport, ShmTransport
 from disagg_kv.transports.bells import SLOT_WORDS, HostBells
 from tests.support.rig import Memory, Request, Rig, tp_shards

@@ -10,14 +10,14 @@ import attrs
 import msgspec
 import pytest
 
+from disagg_kv.core import Codec, Options, Phase
+from disagg_kv.core.wire.frames import Expect, WireBells
 from disagg_kv.endpoints.decode.bells import BellBoard, BellWatch
-from disagg_kv.endpoints.runtime.mapping import BLOCK, BLOCK_BYTES, BLOCK_SLOTS
+from disagg_kv.endpoints.peers.mapping import BLOCK, BLOCK_BYTES, BLOCK_SLOTS
 from disagg_kv.errors import AbortedError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer
 from disagg_kv.memory import new_buffer
-from disagg_kv.protocol import Codec, Options, Phase
-from disagg_kv.protocol.frames import Expect, WireBells
 from disagg_kv.transports import InprocTransport, ShmTransport, SupportsBells, combine
 from disagg_kv.transports.bells import SLOT_WORDS, HostBells, Record, heard, words_of
 from disagg_kv.transports.descriptor import pack

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.geometry import CacheSpec, Shard, shard
-from disagg_kv.protocol import Phase
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import AUX_BYTES, Memory, Rig, tp_shards
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, Fail, RecoveringReceiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.loop.admission import Admission
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.endpoints.runtime.admission import Admission
 from disagg_kv.errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, LayerId, RoomId
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from tests.support.rig import KV, Rig, tp_shards
 

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints.runtime.background import HelperThreads, Inline
-from disagg_kv.endpoints.runtime.connections import EARLY_BYTES, OVERDUE_S, READY_S, Connections, ConnectResult
-from disagg_kv.endpoints.runtime.directory import UNANSWERED, Directory
-from disagg_kv.endpoints.runtime.mapping import Mapping
+from disagg_kv.core import Codec, Hello, Options, Phase
+from disagg_kv.core.peers.peer_effects import Up
+from disagg_kv.core.wire.frames import Expected
+from disagg_kv.endpoints.peers.background import HelperThreads, Inline
+from disagg_kv.endpoints.peers.connections import EARLY_BYTES, OVERDUE_S, READY_S, Connections, ConnectResult
+from disagg_kv.endpoints.peers.directory import UNANSWERED, Directory
+from disagg_kv.endpoints.peers.mapping import Mapping
 from disagg_kv.errors import CapacityError, PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer, Rank, RoomId, Ticket
-from disagg_kv.protocol import Codec, Hello, Options, Phase
-from disagg_kv.protocol.frames import Expected
-from disagg_kv.protocol.peer_effects import Up
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder

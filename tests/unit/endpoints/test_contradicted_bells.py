@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from disagg_kv.core import Phase, RoomFrame
+from disagg_kv.core.room.flow import room_head
+from disagg_kv.core.wire.frames import ChunkReady, Done, Head, StagingRequest
 from disagg_kv.endpoints.decode.room import DecodeRoom
 from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.errors import TransportError
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Phase, RoomFrame
-from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import ChunkReady, Done, Head, StagingRequest
 from tests.support.rig import Request, Rig, tp_shards
 from tests.unit.endpoints.test_ballots import ROWS, SPEC, begun, look, scene, send, step, watch
 

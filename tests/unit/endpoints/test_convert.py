@@ -12,13 +12,13 @@ from attrs import evolve
 from msgspec.structs import replace
 
 from disagg_kv.channels import Channel
+from disagg_kv.core import Codec, Phase, Verify
+from disagg_kv.core.wire.frames import Hello
 from disagg_kv.errors import IncompatiblePeerError
 from disagg_kv.geometry import CacheSpec, Component, item_bytes
 from disagg_kv.ids import LayerId, RoomId
 from disagg_kv.kernels import KERNELS, CpuKernels, Move, PageMove
 from disagg_kv.memory import Bell, Buffer, ConvertedPool, Event, MemoryPool, PagedMemory
-from disagg_kv.protocol import Codec, Phase, Verify
-from disagg_kv.protocol.frames import Hello
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Over
 

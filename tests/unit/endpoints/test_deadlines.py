@@ -7,15 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.channels import Arrived
+from disagg_kv.core import Codec, Options, Phase
+from disagg_kv.core.room.tables import Sending
+from disagg_kv.core.wire.frames import Abort
 from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import DeadlineError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Codec, Options, Phase
-from disagg_kv.protocol.frames import Abort
-from disagg_kv.protocol.tables import Sending
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from tests.support.rig import KV, Request, Rig, tp_shards
 

@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from disagg_kv.channels import MAX_FRAME, Channel, Keys, ZmqChannel, key_of
+from disagg_kv.core import Codec, Frame, Options
+from disagg_kv.core.wire import frames as f
 from disagg_kv.endpoints import PeerInfo
 from disagg_kv.errors import PeerLostError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Codec, Frame, Options
-from disagg_kv.protocol import frames as f
 from tests.support.rig import Decodes, Member, Memory, Prefills, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")

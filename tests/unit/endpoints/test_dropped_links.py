@@ -6,11 +6,11 @@ import attrs
 import pytest
 
 from disagg_kv.channels import UNKNOWN_LINK, Hub, InprocChannel
-from disagg_kv.endpoints.runtime.link_budget import OWN_LINK, allowed_links, link_cost
+from disagg_kv.core import Options, Phase
+from disagg_kv.core.tombstones import Tombstones
+from disagg_kv.endpoints.peers.link_budget import OWN_LINK, allowed_links, link_cost
 from disagg_kv.errors import CapacityError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Options, Phase
-from disagg_kv.protocol.tombstones import Tombstones
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport, LinkCost

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from disagg_kv.core import Options
+from disagg_kv.core.wire.frames import Expect, TablePart, WireTable
 from disagg_kv.endpoints.prefill.early import EarlyArrivals
 from disagg_kv.ids import Epoch, RoomId
-from disagg_kv.protocol import Options
-from disagg_kv.protocol.frames import Expect, TablePart, WireTable
 
 A, B = Epoch(bytes([1] * 16)), Epoch(bytes([2] * 16))
 

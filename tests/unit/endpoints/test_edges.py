@@ -14,6 +14,11 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
+from disagg_kv.core import MAX_AUX, Codec, Hello, Options, Phase
+from disagg_kv.core.room.flow import room_head
+from disagg_kv.core.room.machine import Machine
+from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
+from disagg_kv.core.wire.frames import VERSION, Complete, Done, Expect, Grant, Head, Refused, WireHolding, WireTable
 from disagg_kv.endpoints import (
     DecodeEndpoint,
     Environment,
@@ -24,19 +29,14 @@ from disagg_kv.endpoints import (
     Receiver,
     RecoveringReceiver,
 )
-from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
-from disagg_kv.endpoints.runtime.handshake import check_instance
-from disagg_kv.endpoints.runtime.process_monitor import ProcessMonitor
+from disagg_kv.endpoints.handle import ChangeQueue, RoomHandle
+from disagg_kv.endpoints.peers.handshake import check_instance
+from disagg_kv.endpoints.peers.process_monitor import ProcessMonitor
 from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, OversizeError, PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning.staged import _views
-from disagg_kv.protocol import MAX_AUX, Codec, Hello, Options, Phase
-from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import VERSION, Complete, Done, Expect, Grant, Head, Refused, WireHolding, WireTable
-from disagg_kv.protocol.machine import Machine
-from disagg_kv.protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import StagedPlanner
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport

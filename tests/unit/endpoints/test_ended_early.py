@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints.prefill.ended_early import EndedEarly
 from disagg_kv.errors import AbortedError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Options, Phase
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from disagg_kv.channels import News
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import (
     AbortedError,
@@ -21,7 +22,6 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, SupportsFileno
-from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
+from disagg_kv.endpoints.handle import ChangeQueue, RoomHandle
 from disagg_kv.errors import AbortedError, EndpointBrokenError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from tests.support.rig import Rig, tp_shards
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints.decode.ballots import ALONE
-from disagg_kv.endpoints.runtime.mapping import BLOCK, BLOCK_BYTES
+from disagg_kv.endpoints.peers.mapping import BLOCK, BLOCK_BYTES
 from disagg_kv.geometry import CacheSpec, Component
 from disagg_kv.memory import new_buffer
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport, ShmTransport
 from disagg_kv.transports import bells as boards
 from disagg_kv.transports.bells import AUX_BYTES, SLOT_WORDS, WORD, Final, HostBells, words_of

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import InprocChannel
+from disagg_kv.core import Codec, Phase, RoomFrame
+from disagg_kv.core.wire import frames as f
+from disagg_kv.core.wire.frames import Head
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Codec, Phase, RoomFrame
-from disagg_kv.protocol import frames as f
-from disagg_kv.protocol.frames import Head
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Decodes, Memory, Prefills, Request, Rig, tp_shards
 from tests.support.rig_parts import RecordingTransport

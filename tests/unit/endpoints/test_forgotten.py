@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from disagg_kv.channels import Channel
+from disagg_kv.core import Codec, Options, Phase, Tombstones
+from disagg_kv.core.wire.frames import Complete, Decision, Expect, Frame, RoomFrame, Vote
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Generation, RoomId
-from disagg_kv.protocol import Codec, Options, Phase, Tombstones
-from disagg_kv.protocol.frames import Complete, Decision, Expect, Frame, RoomFrame, Vote
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import Unreliable
 

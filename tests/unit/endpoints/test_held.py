@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Channel, InprocChannel
+from disagg_kv.core import Phase
+from disagg_kv.core.wire.frames import Codec, Expect, RoomFrame
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId
-from disagg_kv.protocol import Phase
-from disagg_kv.protocol.frames import Codec, Expect, RoomFrame
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import KV, Memory, Rig, tp_shards
 from tests.support.rig_parts import Flag, Listening, RecordingTransport

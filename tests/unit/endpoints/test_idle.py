@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.core import Options
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Options
 from tests.support.calls import calls
 from tests.support.rig import Memory, Rig, tp_shards
 

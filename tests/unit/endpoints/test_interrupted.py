@@ -16,11 +16,12 @@ import pytest
 from attrs import define, field
 
 from disagg_kv.channels import InprocChannel
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, Fail, PrefillEndpoint, RecoveringReceiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.handle import ChangeQueue, RoomHandle
+from disagg_kv.endpoints.latch import Latch
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
-from disagg_kv.endpoints.runtime.latch import Latch
 from disagg_kv.errors import (
     AbortedError,
     DisaggKVError,
@@ -30,7 +31,6 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, LayerId, RoomId, Ticket
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
 from tests.support.processes import wait

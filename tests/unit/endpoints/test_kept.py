@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attrs import define
 
+from disagg_kv.core import Phase, Verify
 from disagg_kv.endpoints import CachedPages, DecodeEndpoint, Expectation, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import (
@@ -24,7 +25,6 @@ from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.kernels import Checksums, CpuKernels, Move
 from disagg_kv.memory import Event, MemoryPool, PagedPool
 from disagg_kv.prefix import CachedChecksums, Claim, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from disagg_kv.protocol import Phase, Verify
 from disagg_kv.rendezvous import Source
 from tests.support.rig import KV, Member, Memory, Rig, Truth, put, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag

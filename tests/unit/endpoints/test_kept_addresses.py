@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from disagg_kv.channels import Channel, Closed, InprocChannel
-from disagg_kv.endpoints.runtime.background import inline
-from disagg_kv.endpoints.runtime.directory import DOUBT_S, REFRESH_S, Directory
+from disagg_kv.core import Options, Phase
+from disagg_kv.endpoints.peers.background import inline
+from disagg_kv.endpoints.peers.directory import DOUBT_S, REFRESH_S, Directory
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Rank
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from tests.support.rig import Memory, Rig, tp_shards

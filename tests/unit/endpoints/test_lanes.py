@@ -8,6 +8,7 @@ from itertools import count
 import attrs
 import pytest
 
+from bench.emulated import emulate
 from disagg_kv import PagedPool, Phase
 from disagg_kv.channels import InprocChannel
 from disagg_kv.endpoints import DecodeEndpoint, Environment, PrefillEndpoint
@@ -21,7 +22,6 @@ from disagg_kv.transports import (
     Transport,
     WriteEnded,
     combine,
-    emulate,
     registry,
 )
 from tests.support.rig import Decodes, Memory, Prefills, Request, Rig, tp_shards

@@ -7,15 +7,16 @@ from typing import Unpack
 import pytest
 from msgspec import structs
 
+from bench.emulated import emulate
+from disagg_kv.core import Codec, Options, Phase, RoomFrame
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import ConfigurationError, DeadlineError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId
 from disagg_kv.planning import Groups, LayerRun, Pace
-from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
 from disagg_kv.strategies import Feature, LayerPipelined
 from disagg_kv.trace import chrome_trace
-from disagg_kv.transports import InprocTransport, emulate
+from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, PrefillOptions, Request, Rig, put, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag, Listening
 

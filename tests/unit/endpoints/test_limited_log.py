@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from disagg_kv.endpoints.runtime.limited_log import LimitedLog
+from disagg_kv.endpoints.peers.limited_log import LimitedLog
 from disagg_kv.testing import FakeClock
 
 

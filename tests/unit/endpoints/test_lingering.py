@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import attrs
 
 from disagg_kv.channels import Channel, News
+from disagg_kv.core import Options
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Options
 from disagg_kv.rendezvous import Source
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards

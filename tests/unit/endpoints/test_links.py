@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from disagg_kv.transports.descriptor import decode, encode
 from tests.support.rig import Decodes, Memory, Rig, tp_shards

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Arrived, Channel, News
+from disagg_kv.core import Codec, Options, Phase
+from disagg_kv.core.wire import frames as f
+from disagg_kv.core.wire.page_runs import nameable
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Codec, Options, Phase
-from disagg_kv.protocol import frames as f
-from disagg_kv.protocol.page_runs import nameable
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.unit.endpoints.test_forged import Scene
 
@@ -199,7 +199,7 @@ def test_what_one_frame_cannot_carry_is_not_offered() -> None:
     request = scene.request("room", prefills, decodes, 9).start().landed()
     assert request.receives[0].report.segments == 9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disagg_kv.protocol.page_runs.OFFER_ROW", 1)
+        patch.setattr("disagg_kv.core.wire.page_runs.OFFER_ROW", 1)
         request = scene.request("other", prefills, decodes, 9).start().failed()
     assert "the page tables that one frame can carry" in str(request.sends[0].error)
     scene.quiet()
@@ -211,7 +211,7 @@ def test_a_cache_of_which_one_frame_may_not_name_a_segment_s_pages_is_staged() -
     prefills = scene.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=1, pages=64))
     decodes = scene.decode(tp_shards(SPEC, 1), waits_for_peers=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disagg_kv.protocol.page_runs.OFFER_ROW", 1)
+        patch.setattr("disagg_kv.core.wire.page_runs.OFFER_ROW", 1)
         request = scene.request("room", prefills, decodes, 9).start().landed()
     assert request.receives[0].report.path == "staged"
     request = scene.request("other", prefills, decodes, 9).start().landed()

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from disagg_kv.core import Codec, Options, PeerEffect, SendTo
+from disagg_kv.core.wire.frames import Heartbeat
+from disagg_kv.endpoints.loop.budget import MOST as PIECES
 from disagg_kv.endpoints.prefill.ready_events import ReadyEvents
-from disagg_kv.endpoints.runtime.budget import MOST as PIECES
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.planning import Segment
-from disagg_kv.protocol import Codec, Options, PeerEffect, SendTo
-from disagg_kv.protocol.frames import Heartbeat
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
 from tests.support.calls import lines

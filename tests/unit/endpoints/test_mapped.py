@@ -9,13 +9,14 @@ from contextlib import suppress
 
 import pytest
 
+from bench.emulated import emulate
+from disagg_kv.core import Phase
 from disagg_kv.endpoints.prefill.read_pools import ReadPools
 from disagg_kv.errors import ConfigurationError, RegistrationError, TransportError
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.memory import Buffer, MappedPool, MemoryPool, PagedMemory, PagedPool
-from disagg_kv.protocol import Phase
 from disagg_kv.testing import FaultyTransport, MappingFault, MappingPlan, faultless
-from disagg_kv.transports import InprocTransport, Transport, emulate
+from disagg_kv.transports import InprocTransport, Transport
 from tests.support.device_copies import SPEC, DeviceKernels, Failing, launched, scene
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag

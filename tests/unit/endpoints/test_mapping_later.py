@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from disagg_kv.endpoints.runtime.connections import READY_S, Connections
-from disagg_kv.endpoints.runtime.mapping import Mapping
+from disagg_kv.core import Hello, Options, Phase
+from disagg_kv.core.peers.peer_effects import Up
+from disagg_kv.endpoints.peers.connections import READY_S, Connections
+from disagg_kv.endpoints.peers.mapping import Mapping
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer, RegionId
 from disagg_kv.memory import Buffer, MappedPool
-from disagg_kv.protocol import Hello, Options, Phase
-from disagg_kv.protocol.peer_effects import Up
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport

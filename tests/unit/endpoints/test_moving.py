@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import LayerId, RoomId
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import KV, Memory, Rig, put, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport

@@ -12,8 +12,9 @@ import pytest
 
 from disagg_kv import PrefillEndpoint
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints.runtime.background import HelperThreads
-from disagg_kv.endpoints.runtime.directory import look_up
+from disagg_kv.core import Options, Phase
+from disagg_kv.endpoints.peers.background import HelperThreads
+from disagg_kv.endpoints.peers.directory import look_up
 from disagg_kv.errors import (
     AbortedError,
     DeadlineError,
@@ -26,7 +27,6 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer, Rank, RoomId, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Rendezvous, Source
 from disagg_kv.trace import Guarded, Span
 from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded

@@ -8,12 +8,12 @@ import attrs
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, Channel, News
-from disagg_kv.endpoints.runtime.limited_log import LimitedLog
-from disagg_kv.endpoints.runtime.send_buffer import SendBuffer
+from disagg_kv.core import Codec, Options, Phase, RoomFrame
+from disagg_kv.core.wire.frames import ChunkReady, Complete, Landed
+from disagg_kv.endpoints.loop.send_buffer import SendBuffer
+from disagg_kv.endpoints.peers.limited_log import LimitedLog
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
-from disagg_kv.protocol.frames import ChunkReady, Complete, Landed
 from disagg_kv.transports.inproc import InprocTransport
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag, PreparingKernels

@@ -12,6 +12,7 @@ from attrs import evolve, field, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import CachedPages, Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
@@ -19,7 +20,6 @@ from disagg_kv.errors import GeometryError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, Shard
 from disagg_kv.ids import GroupId, LayerId, RoomId
 from disagg_kv.memory import PagedPool
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from tests.support.rig import Decodes, E, Member, Memory, Prefills, Rig, Truth, tp_shards
 

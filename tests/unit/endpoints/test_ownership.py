@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from disagg_kv.channels import Channel
+from disagg_kv.core import Options, Phase
 from disagg_kv.errors import DeadlineError, QuarantineFullError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
 from disagg_kv.planning import StagedLayout
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import Job, StagedPlanner
 from disagg_kv.testing import Fault, FaultyTransport, seeded

@@ -8,16 +8,16 @@ import attrs
 import pytest
 
 from disagg_kv.channels import Hub, InprocChannel, News
+from disagg_kv.core import RoomKey
 from disagg_kv.endpoints import Environment, PrefillEndpoint
+from disagg_kv.endpoints.loop.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.prefill.armed import ArmedCopies
 from disagg_kv.endpoints.prefill.handle import SubmittedChunk
 from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, EventFifo, ThroughputEstimator
-from disagg_kv.endpoints.runtime.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Generation, GroupId, LayerId, RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import Batch
-from disagg_kv.protocol import RoomKey
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.transports import InprocTransport

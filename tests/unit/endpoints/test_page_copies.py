@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from disagg_kv.protocol import Phase
+from disagg_kv.core import Phase
 from tests.support.device_copies import launched, scene
 
 pytestmark = pytest.mark.parametrize("path", ["mapped", "mapped_pull"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import ConfigurationError, DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.memory import bytes_of
-from disagg_kv.protocol import Phase
 from tests.support.rig import Decodes, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
 

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from disagg_kv.endpoints.runtime.pauses import Pauses
+from disagg_kv.core import Options
+from disagg_kv.endpoints.loop.pauses import Pauses
 from disagg_kv.errors import AbortedError, DeadlineError, GeometryError, InstanceClosedError, PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Rank
-from disagg_kv.protocol import Options
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing import FakeClock
 from tests.support.rig import Rig, tp_shards

@@ -14,6 +14,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from disagg_kv.channels import Channel, InprocChannel, News
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import Expectation, Incarnation
 from disagg_kv.errors import (
     ConfigurationError,
@@ -25,7 +26,6 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Rank, RoomId
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.transports import Capabilities, InprocTransport, ShmTransport
 from disagg_kv.transports.process import Process

@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from disagg_kv.core import Phase, RoomKey
 from disagg_kv.endpoints.decode.scatter import ScatterQueue
 from disagg_kv.ids import Generation
-from disagg_kv.protocol import Phase, RoomKey
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import Flag, PreparingKernels

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import tables_of
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.transports import InprocTransport, ShmTransport
 from tests.support.device_copies import SPEC, Failing, launched, scene
 from tests.support.rig import Memory, Request, Rig, tp_shards

@@ -7,11 +7,11 @@ import re
 import pytest
 from attrs import evolve
 
+from disagg_kv.core import Options
 from disagg_kv.endpoints import DecodeEndpoint, PeerInfo, PrefillEndpoint, RecoveringReceiver, Retry, format_peers
 from disagg_kv.errors import PeerLostError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Rank
-from disagg_kv.protocol import Options
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import PrefillEndpoint
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Options, Phase
 from tests.support.rig import Member, Prefills, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from disagg_kv.channels import Arrived, News
 from disagg_kv.channels.base import MAX_FRAME
-from disagg_kv.endpoints.runtime.budget import Budget
-from disagg_kv.endpoints.runtime.receive_buffer import GRACE_S, STALLED_S, ReceiveBuffer
+from disagg_kv.endpoints.loop.budget import Budget
+from disagg_kv.endpoints.loop.receive_buffer import GRACE_S, STALLED_S, ReceiveBuffer
 from disagg_kv.testing import FakeClock
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import (
     Attempt,
     Expectation,
@@ -27,7 +28,6 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, GroupId, RoomId
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.testing import FakeClock
 from tests.support.rig import Decodes, Prefills, Request, Rig, put, tp_shards

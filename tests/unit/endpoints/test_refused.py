@@ -10,14 +10,14 @@ from types import FrameType
 import pytest
 from msgspec import structs
 
+from disagg_kv.core import Codec, Phase
+from disagg_kv.core.peers.refusals import MAX_REFUSED, Refusals, RefusedLife
+from disagg_kv.core.room.flow import room_head
+from disagg_kv.core.wire.frames import Abort, AbortAck, Heartbeat
 from disagg_kv.endpoints.decode import cancelled
 from disagg_kv.errors import AbortedError, IncompatiblePeerError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Peer, RoomId
-from disagg_kv.protocol import Codec, Phase
-from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import Abort, AbortAck, Heartbeat
-from disagg_kv.protocol.refusals import MAX_REFUSED, Refusals, RefusedLife
 from disagg_kv.rendezvous import Source
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints.decode.rate_limit import BURST_S, RateLimiter
 from disagg_kv.errors import ConfigurationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool
-from disagg_kv.protocol import Phase
 from tests.support.rig import STEP_S, Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from disagg_kv.core import Phase, RoomFrame
+from disagg_kv.core.wire.frames import ChunkReady, StagingRequest
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError, OversizeError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, attention_tp, shard
 from disagg_kv.ids import LayerId, Rank
 from disagg_kv.planning import Intake, Limits, Segment
-from disagg_kv.protocol import Phase, RoomFrame
-from disagg_kv.protocol.frames import ChunkReady, StagingRequest
 from disagg_kv.strategies import LayerPipelined
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import KV, STATE, Memory, Rig, put_states, tp_shards

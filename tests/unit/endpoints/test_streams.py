@@ -8,13 +8,13 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints.prefill.ready_events import ReadyEvents
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId, Peer, Ticket
 from disagg_kv.kernels import CpuKernels, Move
 from disagg_kv.memory import All, Buffer, Event, MemoryPool
 from disagg_kv.planning import Segment, Writes
-from disagg_kv.protocol import Phase
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
 from tests.support.rig import Memory, Rig, put, tp_shards

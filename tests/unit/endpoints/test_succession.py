@@ -7,14 +7,14 @@ import os
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
+from disagg_kv.core import Codec, Options, Phase
+from disagg_kv.core.wire import frames as f
 from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Codec, Options, Phase
-from disagg_kv.protocol import frames as f
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.transports.process import Ending, Process
 from tests.support.rig import Decodes, Prefills, Rig, tp_shards

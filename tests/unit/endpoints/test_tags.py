@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import AbortedError, DeadlineError, IntegrityError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Phase
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Unreliable
 

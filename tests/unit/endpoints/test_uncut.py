@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
+from disagg_kv.core import Options, Phase, Receiving
+from disagg_kv.core.room.flow import room_head
+from disagg_kv.core.wire.frames import Abort, Expect
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.decode.uncut import CUT_S
 from disagg_kv.errors import TransportError
@@ -14,9 +17,6 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.memory import Bell, Event
-from disagg_kv.protocol import Options, Phase, Receiving
-from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import Abort, Expect
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Decodes, Member, Memory, Prefills, Request, Rig, tp_shards
 from tests.unit.endpoints.test_lane_rates import SPEC as FEW
@@ -322,7 +322,7 @@ def test_a_room_that_is_uncut_by_mistake_fails_with_the_reason(monkeypatch: pyte
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="auto")
     with monkeypatch.context() as patch:
-        patch.setattr("disagg_kv.protocol.receive_room.Expect", lambda **of: Expect(**{**of, "uncut": True}))
+        patch.setattr("disagg_kv.core.room.receive_room.Expect", lambda **of: Expect(**{**of, "uncut": True}))
         failed = rig.request("wrong", prefills, decodes, 9).start(9).failed()
     assert "the room is uncut, and staged needs staging memory" in str(failed.sends[0].error)
     rig.request("right", prefills, decodes, 9).start(9).landed()

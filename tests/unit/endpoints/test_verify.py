@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from disagg_kv.core import Phase, Verify, verified
 from disagg_kv.errors import IntegrityError, RemoteProtocolError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
 from disagg_kv.kernels import Checksums, CpuKernels, Kernels, Move
 from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Segment
-from disagg_kv.protocol import Phase, Verify, verified
 from tests.support.pools import Bytes
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Damage, DamagingTransport

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 import pytest
 
 from disagg_kv.channels import Channel, News
+from disagg_kv.core import RoomKey
+from disagg_kv.endpoints.loop.admission import Admission
 from disagg_kv.endpoints.prefill.handle import ForwardPass, LayerGroups, SubmittedChunk
-from disagg_kv.endpoints.runtime.admission import Admission
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec, Component
 from disagg_kv.ids import Generation, LayerId, RoomId
 from disagg_kv.memory import Event
 from disagg_kv.planning import Groups, LayerRun
-from disagg_kv.protocol import RoomKey
 from disagg_kv.strategies import LayerPipelined
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.engines.hf.demo import DemoConfig, wire
 from disagg_kv.errors import AbortedError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Phase
 from disagg_kv.transports import InprocTransport, registry
 from tests.support.rig import Rig, tp_shards
 

@@ -9,12 +9,12 @@ import pytest
 from attrs import evolve
 from msgspec.structs import replace
 
+from disagg_kv.core.wire.specs import spec_from_wire, spec_to_wire
 from disagg_kv.errors import GeometryError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, Component, PlaneConversion, Site, conversions, difference, read_as, shard
 from disagg_kv.geometry.formats import CONVERSIONS
 from disagg_kv.ids import LayerId
 from disagg_kv.memory import ConvertedPool, PagedPool
-from disagg_kv.protocol.wire import spec_from_wire, spec_to_wire
 
 E4M3 = "float8_e4m3fn"
 BF16 = CacheSpec.kv(2, 4, 8, "bfloat16")

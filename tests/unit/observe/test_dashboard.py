@@ -36,8 +36,8 @@ def exported() -> Mapping[str, set[str]]:
     from benchmarks.dashboard_hour import Events, Hour
     from disagg_kv.ids import RoomId
     from disagg_kv.observe.prometheus import PrometheusMetrics
-    from disagg_kv.testing.fleet import FleetPlan
     from disagg_kv.trace import Observer, Span
+    from sim.fleet import FleetPlan
 
     registry = CollectorRegistry()
     metrics = PrometheusMetrics(registry)

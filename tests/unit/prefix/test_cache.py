@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from attrs import define
 
-from disagg_kv.endpoints.runtime.handle import RoomHandle
+from disagg_kv.core import Phase
+from disagg_kv.endpoints.handle import RoomHandle
 from disagg_kv.errors import AbortedError, CapacityError, ConfigurationError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, Component, Group, shard
 from disagg_kv.ids import GroupId, LayerId, RoomId
 from disagg_kv.planning import plain_site
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from disagg_kv.protocol import Phase
 from tests.support.rig_parts import Flag
 
 SPEC = CacheSpec.kv(1, 1, 4, "float16")

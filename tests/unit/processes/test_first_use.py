@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from disagg_kv.core import Codec
+from disagg_kv.core.wire.frames import Heartbeat
 from disagg_kv.ids import Epoch
-from disagg_kv.protocol import Codec
-from disagg_kv.protocol.frames import Heartbeat
 from disagg_kv.transports import ShmTransport
 from tests.support.pages import ROOT
 
@@ -22,7 +22,7 @@ PROCESSES = 3
 CHILD = """
 import sys, threading
 sys.setswitchinterval(1e-6)
-from disagg_kv.protocol import Codec
+from disagg_kv.core import Codec
 from disagg_kv.strategies import strategy
 from disagg_kv.transports import InprocTransport, ShmTransport
 

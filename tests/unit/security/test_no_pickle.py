@@ -28,7 +28,7 @@ ATTRIBUTES = {
     "send_object_list", "rpc_sync", "rpc_async",
 }  # fmt: skip
 PICKLING_CALLS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load")}
-OWN_CHILDREN = {"bench", "testing", "engines", "cli"}
+OWN_CHILDREN = {"testing", "engines", "cli"}
 """Packages that start processes of their own and talk to them by pipes of ``multiprocessing``, never to a peer."""
 
 

@@ -9,17 +9,9 @@ from typing import Any
 import attrs
 import pytest
 
-from disagg_kv.cli.main import run
 from disagg_kv.errors import ConfigurationError, UnknownNameError
-from disagg_kv.testing.fleet import (
-    ALL_FAULTS,
-    FleetFault,
-    FleetPlan,
-    FleetResult,
-    fleet_size,
-    named_faults,
-    run_fleet,
-)
+from sim.__main__ import run
+from sim.fleet import ALL_FAULTS, FleetFault, FleetPlan, FleetResult, fleet_size, named_faults, run_fleet
 
 TIMES = ("cpu_share", "joining_cpu_s", "wall_s", "memory_bytes")
 
@@ -117,7 +109,7 @@ def test_faults_by_name() -> None:
 
 
 def document(capsys: pytest.CaptureFixture[str], line: Sequence[str], code: int) -> Any:
-    assert run(["simulate", *line, "--json"]) == code
+    assert run([*line, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -128,7 +120,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["plan"]["prefills"], found["plan"]["decodes"]) == (2, 3)
     assert found["result"]["restarts"] == 1
     assert found["limits"]["withheld"] == {"value": 0, "limit": 0, "holds": True}
-    assert run(["simulate", "--fleet", "2x1", "--seconds", "1"]) == 0
+    assert run(["--fleet", "2x1", "--seconds", "1"]) == 0
     assert "ranks usable after" in capsys.readouterr().out
     for wrong in (["--fleet", "2y3"], ["--fleet", "2x3", "--jobs", "2"], ["--fleet", "2x3", "--faults", "flood"]):
         document(capsys, wrong, 2)

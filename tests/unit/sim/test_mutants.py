@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page import mutants
+from disagg_kv.core.room.receive_room import ReceiveRoom
+from disagg_kv.core.wire import page_runs
 from disagg_kv.endpoints.prefill import early
 from disagg_kv.errors import DisaggKVError
-from disagg_kv.protocol import page_runs
-from disagg_kv.protocol.receive_room import ReceiveRoom
-from disagg_kv.testing.sim import simulate
+from sim import simulate
 from tests.mutants.__main__ import main
 from tests.mutants.beyond import BEYOND
 from tests.mutants.bugs import BUGS
@@ -69,7 +69,7 @@ def test_bugs_that_no_world_shows_are_found_by_a_test(bug: Mutant, test: Callabl
 
 def test_a_function_is_replaced_wherever_it_is_imported() -> None:
     """Those who imported it by its name call the bug too, and the original after that."""
-    bug = next(bug for bug in BUGS if bug.where == "protocol.page_runs:with_pages")
+    bug = next(bug for bug in BUGS if bug.where == "core.wire.page_runs:with_pages")
     before = page_runs.with_pages
     assert vars(early)["with_pages"] is before
     with bug.planted():

@@ -10,16 +10,16 @@ import sys
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, SupportsBatches
-from disagg_kv.cli.main import run
 from disagg_kv.errors import ConfigurationError, UnknownNameError
-from disagg_kv.testing.sim import EVERY, FaultClass, Kind, Scenario, Summary, simulate, simulate_many, trace
-from disagg_kv.testing.sim.fault import named
-from disagg_kv.testing.sim.node import SimNode
-from disagg_kv.testing.sim.report import MARKS, UNREACHED
-from disagg_kv.testing.sim.world import World
+from sim import EVERY, FaultClass, Kind, Scenario, Summary, simulate, simulate_many, trace
+from sim.__main__ import run
+from sim.fault import named
+from sim.node import SimNode
+from sim.report import MARKS, UNREACHED
+from sim.world import World
 
 SEEDS = 128
-DIGEST = "from disagg_kv.testing.sim import simulate; print(*(simulate(s).digest for s in range(12)))"
+DIGEST = "from sim import simulate; print(*(simulate(s).digest for s in range(12)))"
 
 
 @pytest.fixture(scope="module")
@@ -137,17 +137,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """One JSON document with what the run did, equal digests for equal runs, and no verdict on too small a coverage."""
     documents = []
     for _ in range(2):
-        assert run(["simulate", "--seeds", "10", "--seed-from", "3", "--json"]) == 0
+        assert run(["--seeds", "10", "--seed-from", "3", "--json"]) == 0
         documents.append(json.loads(capsys.readouterr().out))
     first, second = documents
     assert first["trace_digest"] == second["trace_digest"]
     assert (first["ok"], first["violations"], first["coverage_missing"], first["seeds"]) == (True, 0, None, 10)
     assert first["seeds_per_second"] > 0
     assert set(first["kinds"]) == {kind.name.lower() for kind in Kind}
-    assert run(["simulate", "--seeds", "5", "--faults", "drop,crash"]) == 2
-    assert run(["simulate", "--seeds", "2", "--trace"]) == 2
+    assert run(["--seeds", "5", "--faults", "drop,crash"]) == 2
+    assert run(["--seeds", "2", "--trace"]) == 2
     capsys.readouterr()
-    assert run(["simulate", "--seeds", "1", "--seed-from", "5", "--trace", "--faults", "duplicate"]) == 0
+    assert run(["--seeds", "1", "--seed-from", "5", "--trace", "--faults", "duplicate"]) == 0
     said = capsys.readouterr()
     assert "violations: 0" in said.out
     assert "Hello" in said.err

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from disagg_kv.protocol import Phase
-from disagg_kv.testing.sim.fault import FaultClass
-from disagg_kv.testing.sim.recovery_probe import check_served, last_requests
-from disagg_kv.testing.sim.scenario import Scenario
-from disagg_kv.testing.sim.world import World
+from disagg_kv.core import Phase
+from sim.fault import FaultClass
+from sim.recovery_probe import check_served, last_requests
+from sim.scenario import Scenario
+from sim.world import World
 
 
 def worlds(*faults: FaultClass) -> Iterator[World]:

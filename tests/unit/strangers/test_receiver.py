@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, Fail, PeerInfo, Receiver, Reception, RecoveringReceiver, Report
 from disagg_kv.errors import AbortedError, ConfigurationError, DisaggKVError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, GroupId, RoomId
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.testing.receiver import ReceiverSuite
 from tests.support.rig import Memory, Request, Rig, tp_shards

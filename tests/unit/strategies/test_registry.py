@@ -9,12 +9,12 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.planning import Groups, LayerRun
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import (
     AUTO,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from bench.emulated import emulate
 from disagg_kv.errors import PeerLostError, RegistrationError, TransportError
 from disagg_kv.ids import Ticket
 from disagg_kv.memory import Buffer
@@ -13,7 +14,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport, MappingFault, MappingPlan, faultless, seeded
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, ShmTransport, Transport, WriteEnded, emulate
+from disagg_kv.transports import InprocTransport, PeerEvent, Settled, ShmTransport, Transport, WriteEnded
 
 N = 1000
 

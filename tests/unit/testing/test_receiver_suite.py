@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Fail, PeerInfo, Receiver, Reception, RecoveringReceiver
 from disagg_kv.errors import DisaggKVError, LocalProtocolError
 from disagg_kv.ids import Epoch, RoomId
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.testing.receiver import Exchange, ReceiverSuite
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench.emulated import emulate
 from disagg_kv.errors import (
     ConfigurationError,
     IncompatiblePeerError,
@@ -34,7 +35,6 @@ from disagg_kv.transports import (
     WriteEnded,
     combine,
     decode,
-    emulate,
     encode,
     pack,
 )

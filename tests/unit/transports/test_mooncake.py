@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.errors import (
     ConfigurationError,
     PeerLostError,
@@ -23,7 +24,6 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, Ticket
-from disagg_kv.protocol import Phase
 from disagg_kv.testing import FakeClock
 from disagg_kv.testing.ends import Child, End, HostMemory, plain
 from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from attrs import define
 
-from ..errors import PeerLostError
-from .base import Options
-from .frames import Hello
+from ...errors import PeerLostError
+from ..base import Options
+from ..timers import Timers
+from ..wire.frames import Hello
 from .peer_effects import PeerEffect, SendTo, Unreachable
-from .timers import Timers
 
 ROUNDING_S = 1e-6
 """Seconds by which a tick checks early: a sum of times is rounded differently from a difference."""

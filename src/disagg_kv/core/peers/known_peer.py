@@ -6,9 +6,9 @@ from math import inf
 
 from attrs import define
 
-from ..errors import About, DisaggKVError
-from .base import Options
-from .frames import Hello
+from ...errors import About, DisaggKVError
+from ..base import Options
+from ..wire.frames import Hello
 
 FORGET_AFTER = 20
 """A lost peer is forgotten after this multiple of ``silence_s``; after ``silence_s`` if its connection is broken."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from math import inf
 
-from ..errors import CapacityError
-from ..ids import Epoch
+from ...errors import CapacityError
+from ...ids import Epoch
 
 
 class Links:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from ..errors import DisaggKVError
-from ..ids import Epoch
-from .base import Lost
-from .frames import Frame, Hello
+from ...errors import DisaggKVError
+from ...ids import Epoch
+from ..base import Lost
+from ..wire.frames import Frame, Hello
 
 
 @frozen

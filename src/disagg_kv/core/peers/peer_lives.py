@@ -12,14 +12,14 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from math import inf
 
-from ..errors import PeerLostError
-from ..ids import Epoch
-from .base import Lost, Options
-from .frames import Hello
+from ...errors import PeerLostError
+from ...ids import Epoch
+from ..base import Lost, Options
+from ..timers import Timers
+from ..wire.frames import Hello
 from .known_peer import KnownPeer
 from .links import Links
 from .peer_effects import Forget, PeerEffect, Unlink, is_older
-from .timers import Timers
 
 IN_USE = 3
 """In the order in which peers make room: those that make none."""

@@ -31,7 +31,7 @@ from math import inf
 
 from msgspec import structs
 
-from ..errors import (
+from ...errors import (
     CapacityError,
     ConfigurationError,
     DisaggKVError,
@@ -39,10 +39,10 @@ from ..errors import (
     PeerLostError,
     RemoteProtocolError,
 )
-from ..ids import Epoch
-from .base import Lost, Options
+from ...ids import Epoch
+from ..base import Lost, Options
+from ..wire.frames import VERSION, Frame, Heartbeat, Hello, Parted, Refused, words
 from .dials import RECHECK_S, ROUNDING_S, Dials
-from .frames import VERSION, Frame, Heartbeat, Hello, Parted, Refused, words
 from .known_peer import KnownPeer
 from .links import Links
 from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unlink, Unreachable, Up

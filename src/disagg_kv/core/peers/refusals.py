@@ -10,9 +10,9 @@ from collections import OrderedDict
 
 from attrs import frozen
 
-from ..errors import About, CapacityError, DisaggKVError, IncompatiblePeerError, TransportError
-from ..ids import Epoch, peer_name
-from .frames import Abort, Drained, DrainedAck, Frame, Hello, Refused, words
+from ...errors import About, CapacityError, DisaggKVError, IncompatiblePeerError, TransportError
+from ...ids import Epoch, peer_name
+from ..wire.frames import Abort, Drained, DrainedAck, Frame, Hello, Refused, words
 
 LINK, LINKS = "link", "links"
 """The ``field`` of a ``Refused`` whose receiver is compatible, but not connected by a transport; or there is no further

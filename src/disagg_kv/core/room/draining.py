@@ -1,14 +1,14 @@
 """The memory of a room on a decode rank: which of it a peer may still write to, and how it comes back after a failure.
 
 Theory of operation. :class:`DrainingRoom` has the accounts: the writers, the segments in hand, and whether prefill was
-given the room's pages. :class:`~disagg_kv.protocol.receive_room.ReceiveRoom` fills them while the room may succeed.
+given the room's pages. :class:`~disagg_kv.core.room.receive_room.ReceiveRoom` fills them while the room may succeed.
 :meth:`DrainingRoom._fail` ends that: the phase is final at once, but a write may be in flight. Each writer gets an
 ``Abort``, which is repeated until there is evidence that it writes nothing more.
 
 Memory comes back on evidence only. A lease is reusable when no scatter reads it, no staged byte is needed, and each
 writer that has its grant has announced its part, returned the grant, or is proved to write nothing more. The proof is
 ``Drained``, a fence of the transport, or the end of its process and ``drain_s`` after it. A lost connection proves
-nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and only
+nothing. :meth:`~disagg_kv.core.room.inbound.InboundSegment.reusable` holds that rule, and only
 :meth:`DrainingRoom._release` asks it. A lease that no writer knows is freed at once: ``_on_leased_late``. Exposed pages
 follow the same rule by room: :attr:`DrainingRoom.released` says when the engine may free them.
 
@@ -18,26 +18,15 @@ once our own kernels have ended. Prefill's pages wait for us: ``DrainedAck`` say
 
 from __future__ import annotations
 
-from ..errors import About, DisaggKVError
-from ..ids import Epoch, Generation, Rank, RoomId, room_name
-from ..planning import Segment
-from .base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Pulled, Quarantine, Scattered, Send, Tick
-from .frames import (
-    Abort,
-    AbortAck,
-    ChunkReady,
-    Done,
-    Drained,
-    DrainedAck,
-    Head,
-    RoomFrame,
-    StagingRequest,
-    words,
-)
+from ...errors import About, DisaggKVError
+from ...ids import Epoch, Generation, Rank, RoomId, room_name
+from ...planning import Segment
+from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Pulled, Quarantine, Scattered, Send, Tick
+from ..repeater import Repeater
+from ..wire.frames import Abort, AbortAck, ChunkReady, Done, Drained, DrainedAck, Head, RoomFrame, StagingRequest, words
 from .inbound import InboundSegment, InboundSegments
 from .inspection import ReceiveInspection
 from .machine import Machine
-from .repeater import Repeater
 from .tables import RECEIVING, Receiving
 from .writers import Writer
 

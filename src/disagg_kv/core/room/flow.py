@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from ..errors import AbortedError, About, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
-from ..ids import Epoch, Generation, Rank, RoomId, peer_name, room_name
-from ..planning import Batch, Intake, Limits, Segment
-from .base import (
+from ...errors import AbortedError, About, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
+from ...ids import Epoch, Generation, Rank, RoomId, peer_name, room_name
+from ...planning import Batch, Intake, Limits, Segment
+from ..base import (
     Cancel,
     Decided,
     Disarmed,
@@ -32,7 +32,8 @@ from .base import (
     WriteFailed,
     Wrote,
 )
-from .frames import (
+from ..repeater import Repeater
+from ..wire.frames import (
     Abort,
     AbortAck,
     AuxPart,
@@ -55,13 +56,12 @@ from .frames import (
     WirePace,
     words,
 )
+from ..wire.specs import segment_to_wire
 from .machine import Machine, ours
 from .outbound import OutboundSegment, OutboundSegments, SegmentStep
 from .parts import Parts
-from .repeater import Repeater
 from .rows import Readiness
 from .tables import SENDING, Sending
-from .wire import segment_to_wire
 
 WRITE_TRIES = 3
 """Attempts of a write that fails with a retryable error and is quiet."""

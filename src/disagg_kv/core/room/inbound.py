@@ -10,11 +10,11 @@ from itertools import combinations
 
 from attrs import define, field
 
-from ..errors import RemoteProtocolError
-from ..geometry import Coverage
-from ..ids import Epoch, Rank
-from ..planning import Intake, RowRange, Segment
-from ..staging import Lease
+from ...errors import RemoteProtocolError
+from ...geometry import Coverage
+from ...ids import Epoch, Rank
+from ...planning import Intake, RowRange, Segment
+from ...staging import Lease
 from .machine import corners, overlap
 
 

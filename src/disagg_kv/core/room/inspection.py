@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
-from ..ids import Epoch
+from ...ids import Epoch
 from .inbound import InboundSegments
 from .writers import Writer
 

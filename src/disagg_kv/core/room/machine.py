@@ -6,11 +6,11 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
-from ..errors import About, DisaggKVError, LocalProtocolError, RemoteProtocolError, text_of
-from ..ids import room_name
-from ..planning import Segment
-from .base import Effect
-from .frames import RoomFrame
+from ...errors import About, DisaggKVError, LocalProtocolError, RemoteProtocolError, text_of
+from ...ids import room_name
+from ...planning import Segment
+from ..base import Effect
+from ..wire.frames import RoomFrame
 from .tables import Table
 
 S = TypeVar("S", bound=Enum)

@@ -9,8 +9,8 @@ from itertools import islice
 
 from attrs import define
 
-from ..planning import Segment
-from .frames import Grant
+from ...planning import Segment
+from ..wire.frames import Grant
 
 
 class SegmentStep(Enum):

@@ -1,7 +1,7 @@
 """A room on one decode rank: which rows are awaited, and which are in our pages.
 
 Theory of operation. :class:`ReceiveRoom` takes one event at a time and returns effects; it reads no clock and does no
-I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair of state and event.
+I/O. :data:`~disagg_kv.core.room.tables.RECEIVING` names the method for each pair of state and event.
 
 * ``OPENED``: the engine has opened the room. ``Awaited`` brings the engine's rows, ``Introduced`` the prefill ranks.
   With both, each prefill rank gets an ``Expect``, which is repeated until ``Expected`` answers it.
@@ -27,17 +27,10 @@ from math import inf
 
 from attrs import evolve
 
-from ..errors import (
-    AbortedError,
-    About,
-    DeadlineError,
-    GeometryError,
-    IntegrityError,
-    RemoteProtocolError,
-)
-from ..ids import Epoch, Generation, Rank, RoomId
-from ..planning import Intake, RowRange, Segment
-from .base import (
+from ...errors import AbortedError, About, DeadlineError, GeometryError, IntegrityError, RemoteProtocolError
+from ...ids import Epoch, Generation, Rank, RoomId
+from ...planning import Intake, RowRange, Segment
+from ..base import (
     AskAgain,
     Awaited,
     Cancel,
@@ -61,8 +54,7 @@ from .base import (
     Tick,
     tags_differ,
 )
-from .draining import DrainingRoom
-from .frames import (
+from ..wire.frames import (
     Abort,
     AuxPart,
     AuxTaken,
@@ -86,13 +78,14 @@ from .frames import (
     WireOffer,
     WirePace,
 )
+from ..wire.page_runs import total, without_pages
+from ..wire.specs import segment_from_wire, segment_to_wire
+from ..wire.verify import unlike
+from .draining import DrainingRoom
 from .inbound import InboundSegment
 from .machine import ours
-from .page_runs import total, without_pages
 from .parts import Parts
 from .tables import Receiving
-from .verify import unlike
-from .wire import segment_from_wire, segment_to_wire
 from .writers import Writer, chosen, misplaced, unopened, waited_for
 
 

@@ -9,9 +9,9 @@ from itertools import takewhile
 
 from attrs import define, field
 
-from ..geometry import PageTable
-from ..ids import GroupId, LayerId
-from ..planning import Batch, Segment
+from ...geometry import PageTable
+from ...ids import GroupId, LayerId
+from ...planning import Batch, Segment
 
 
 class Readiness(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from math import inf
 
-from ..errors import (
+from ...errors import (
     AbortedError,
     About,
     DeadlineError,
@@ -14,12 +14,12 @@ from ..errors import (
     OversizeError,
     RemoteProtocolError,
 )
-from ..geometry import PageTable
-from ..ids import Epoch, Generation, GroupId, LayerId, RoomId, room_name
-from ..planning import Batch
-from .base import Cancel, CastVote, Decided, Effect, Finished, Offered, Options, Phase, Tick
+from ...geometry import PageTable
+from ...ids import Epoch, Generation, GroupId, LayerId, RoomId, room_name
+from ...planning import Batch
+from ..base import Cancel, CastVote, Decided, Effect, Finished, Offered, Options, Phase, Tick
+from ..wire.frames import Abort
 from .flow import Flow, FlowPlan, room_head
-from .frames import Abort
 from .machine import ours
 from .rows import Chunk, Rows
 from .tables import Sending

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from attrs import field, frozen
 
-from .base import (
+from ..base import (
     AskAgain,
     Awaited,
     Cancel,
@@ -38,7 +38,7 @@ from .base import (
     WriteFailed,
     Wrote,
 )
-from .frames import (
+from ..wire.frames import (
     Abort,
     AbortAck,
     AuxPart,

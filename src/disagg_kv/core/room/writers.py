@@ -7,9 +7,9 @@ from functools import partial
 
 from attrs import define, field
 
-from ..ids import Epoch, Rank
-from .base import Awaited
-from .frames import MAX_TABLE, AuxPart, Done
+from ...ids import Epoch, Rank
+from ..base import Awaited
+from ..wire.frames import MAX_TABLE, AuxPart, Done
 from .parts import Parts
 
 

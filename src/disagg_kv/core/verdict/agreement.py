@@ -20,7 +20,7 @@ changes.
 
 *Memory.* Rank 0 never forgets an undecided room. Of decided rooms it remembers ``tombstones`` by id. A decided room
 that some rank has not opened stays for at least ``silence_s``, so that this rank fails at once when it opens the room.
-Of forgotten rooms, two bits per use remain (:class:`~disagg_kv.protocol.tombstones.Tombstones`): a late or repeated
+Of forgotten rooms, two bits per use remain (:class:`~disagg_kv.core.tombstones.Tombstones`): a late or repeated
 vote gets the outcome of its own use, and never begins a room.
 
 *Loss of rank 0.* A new life of rank 0 knows no votes. Its engine may still open rooms that followers opened before. So
@@ -51,11 +51,11 @@ from math import inf
 import msgspec
 from attrs import Factory, define, frozen
 
-from ..ids import Epoch, Generation, Rank, RoomId
-from .base import Decided, Options, RoomKey, Send
-from .frames import Decision, Vote, words
-from .repeater import Repeater
-from .tombstones import RoomOutcome, Tombstones
+from ...ids import Epoch, Generation, Rank, RoomId
+from ..base import Decided, Options, RoomKey, Send
+from ..repeater import Repeater
+from ..tombstones import RoomOutcome, Tombstones
+from ..wire.frames import Decision, Vote, words
 
 USED_TWICE = "the room id was used twice: every attempt needs an id of its own"
 FORGOTTEN = Decided(False, "the room has failed, or its outcome is forgotten")

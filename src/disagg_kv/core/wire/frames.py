@@ -14,8 +14,8 @@ from typing import Annotated, ClassVar, TypedDict, TypeVar
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from ..errors import About, RemoteProtocolError
-from ..ids import peer_name
+from ...errors import About, RemoteProtocolError
+from ...ids import peer_name
 from .verify import Verify
 
 VERSION = 8

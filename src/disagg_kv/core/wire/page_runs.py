@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from msgspec import structs
 
-from ..errors import ConfigurationError, RemoteProtocolError
-from ..geometry import I32, I64, PageTable
-from ..ids import GroupId
+from ...errors import ConfigurationError, RemoteProtocolError
+from ...geometry import I32, I64, PageTable
+from ...ids import GroupId
 from .frames import WireTable
 
 ID = 4

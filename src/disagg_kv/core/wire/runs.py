@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from ..errors import RemoteProtocolError
+from ...errors import RemoteProtocolError
 from .frames import MAX_ENTRIES, PlaneRun, WirePlane
 
 PATTERN = 16

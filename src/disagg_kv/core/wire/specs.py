@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import ConfigurationError, RemoteProtocolError
-from ..geometry import CacheSpec, Component, Group, Holding, Plane, Shard, Site
-from ..ids import GroupId, LayerId
-from ..planning import Segment
+from ...errors import ConfigurationError, RemoteProtocolError
+from ...geometry import CacheSpec, Component, Group, Holding, Plane, Shard, Site
+from ...ids import GroupId, LayerId
+from ...planning import Segment
 from .frames import MAX_ENTRIES, Box, WireComponent, WireHolding, WireSite, WireSpec
 from .runs import (
     check_total,

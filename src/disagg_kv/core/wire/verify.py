@@ -6,10 +6,10 @@ import hashlib
 import struct
 from typing import Literal, get_args
 
-from .. import arguments
-from ..errors import UnknownNameError
-from ..ids import RoomId
-from ..planning import Segment
+from ... import arguments
+from ...errors import UnknownNameError
+from ...ids import RoomId
+from ...planning import Segment
 
 Verify = Literal["off", "sampled", "full"]
 """How much a side wants compared: nothing, about one segment in :data:`SAMPLED`, or all."""

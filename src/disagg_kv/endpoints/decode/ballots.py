@@ -38,13 +38,13 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
+from ...core import Hello, RoomKey
 from ...errors import DisaggKVError, RegistrationError, TransportError, text_of
 from ...ids import Epoch
 from ...memory import Buffer
-from ...protocol import Hello, RoomKey
 from ...transports.bells import SLOT_WORDS, WORD, HostBells, Record, heard, words_of
-from ..runtime.event_loop import EventLoop
-from ..runtime.handshake import EndpointInfo
+from ..loop.event_loop import EventLoop
+from ..peers.handshake import EndpointInfo
 
 NOTHING: Record = (0, 0, 0, 0, 0)
 """The record of a word whose value says all."""

@@ -20,7 +20,7 @@ endpoint's thread gets a command to do its bookkeeping::
 
 Only claims are shared: each can be taken once. So an event that fails the room comes before the engine's conclusion or
 after it, and the engine never sees another outcome later. On the endpoint's thread a conclusion is the event
-:class:`~disagg_kv.protocol.Concluded`. The room's machine knows frames alone, and they may contradict the bells where a
+:class:`~disagg_kv.core.Concluded`. The room's machine knows frames alone, and they may contradict the bells where a
 prefill rank is wrong. So that event cannot fail: what a claim was taken for has happened. The engine comes to no
 conclusion about a room that has leases or pulls, since their kernels would write into pages that it takes for complete.
 
@@ -46,18 +46,18 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
+from ...core import Awaited
+from ...core.room.inbound import check_place
+from ...core.room.machine import corners
+from ...core.room.writers import chosen, misplaced
+from ...core.wire.frames import WireBells
 from ...errors import DisaggKVError
 from ...geometry import Coverage
 from ...ids import Epoch, Rank
 from ...memory import Buffer
 from ...planning import Intake, RowRange, Segment
-from ...protocol import Awaited
-from ...protocol.frames import WireBells
-from ...protocol.inbound import check_place
-from ...protocol.machine import corners
-from ...protocol.writers import chosen, misplaced
 from ...transports.bells import Final, Record, heard, heard_final, words_of
-from ..runtime.mapping import BLOCK, BLOCK_BYTES, BLOCK_SLOTS
+from ..peers.mapping import BLOCK, BLOCK_BYTES, BLOCK_SLOTS
 from .ballots import Ballot
 
 

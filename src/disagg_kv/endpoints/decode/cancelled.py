@@ -18,14 +18,14 @@ from math import inf
 
 from attrs import Factory, define
 
+from ...core import RoomKey, Send
+from ...core.repeater import Repeater
+from ...core.room.flow import room_head
+from ...core.wire.frames import Abort, words
 from ...ids import Epoch
-from ...protocol import RoomKey, Send
-from ...protocol.flow import room_head
-from ...protocol.frames import Abort, words
-from ...protocol.repeater import Repeater
 from ...rendezvous import Source
-from ..runtime.event_loop import EventLoop
-from ..runtime.handshake import RemoteEndpoint
+from ..loop.event_loop import EventLoop
+from ..peers.handshake import RemoteEndpoint
 
 
 @define

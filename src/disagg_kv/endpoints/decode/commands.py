@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
+from ...core import RoomKey
 from ...errors import AbortedError, EndpointBrokenError
-from ...protocol import RoomKey
-from ..runtime.admission import Admission
-from ..runtime.event_loop import EventLoop
+from ..loop.admission import Admission
+from ..loop.event_loop import EventLoop
 from .handle import CheckedExpectation, ReceptionHandle
 from .rooms import DecodeSide
 

@@ -21,13 +21,13 @@ from typing import TypeAlias
 
 from attrs import define, field, frozen
 
+from ...core import KnownPeer, RoomKey
 from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
 from ...ids import Epoch
-from ...protocol import KnownPeer, RoomKey
 from ...rendezvous import Source
-from ..runtime.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
-from ..runtime.event_loop import EventLoop
-from ..runtime.handshake import RemoteEndpoint
+from ..loop.event_loop import EventLoop
+from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
+from ..peers.handshake import RemoteEndpoint
 from .room import DecodeRoom
 from .sources import PullSources
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ...ids import Epoch, Generation, RoomId
-from ...protocol import RoomFrame, RoomKey, RoomOutcome, Send
-from ...protocol.flow import room_head
-from ...protocol.frames import (
+from ...core import RoomFrame, RoomKey, RoomOutcome, Send
+from ...core.room.flow import room_head
+from ...core.wire.frames import (
     Abort,
     AbortAck,
     AuxPart,
@@ -18,7 +17,8 @@ from ...protocol.frames import (
     Landed,
     StagingRequest,
 )
-from ..runtime.event_loop import EventLoop
+from ...ids import Epoch, Generation, RoomId
+from ..loop.event_loop import EventLoop
 from .cancelled import CancelledBeforeOpen
 from .receipts import Receipts
 

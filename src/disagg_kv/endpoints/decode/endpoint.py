@@ -9,13 +9,13 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
+from ...core import Options, RoomKey, Verify, check_verify
 from ...errors import ConfigurationError, QuarantineFullError
 from ...geometry import Shard
 from ...ids import Epoch, RoomId, room_name
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
 from ...planning import Segment
-from ...protocol import Options, RoomKey, Verify, check_verify
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
 from ...strategies import AUTO, TransferPlanner, paths, pulls_pages
@@ -23,13 +23,13 @@ from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import SupportsMapping, Transport
 from ..api import Usage
-from ..runtime.construction import Parts
-from ..runtime.endpoint import Endpoint
-from ..runtime.environment import Environment
-from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue
-from ..runtime.mapping import check_mapping, new_board
-from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
+from ..handle import ChangeQueue
+from ..loop.construction import Parts
+from ..loop.endpoint import Endpoint
+from ..loop.environment import Environment
+from ..loop.event_loop import EventLoop
+from ..peers.mapping import check_mapping, new_board
+from ..staging_memory import exposable, made_by, new_staging, ready_kernels
 from .ballots import new_words
 from .commands import PostedCommands
 from .handle import ReceptionHandle
@@ -207,7 +207,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         return self._staging
 
     def inspect(self) -> DecodeInspection:
-        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
         return self._side.inspect()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from ...core import Awaited, Cancel, Verify, verified
+from ...core.wire.page_runs import tables_to_wire
 from ...errors import DisaggKVError, OversizeError
 from ...kernels import Kernels
 from ...memory import MemoryPool
 from ...planning import Segment
-from ...protocol import Awaited, Cancel, Verify, verified
-from ...protocol.page_runs import tables_to_wire
 from ..kept_pages import CachedPagesCheck
-from ..runtime.event_loop import EventLoop
+from ..loop.event_loop import EventLoop
 from .handle import CheckedExpectation
 from .room import DecodeRoom, PagesReady
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from attrs import frozen
 
 from ... import arguments
+from ...core import Phase, RoomKey, Verify
 from ...errors import (
     AbortedError,
     ConfigurationError,
@@ -20,13 +21,12 @@ from ...errors import (
 from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId, room_name
 from ...memory import Event, MemoryPool
-from ...protocol import Phase, RoomKey, Verify
 from ...strategies import Selection
+from ..cached_prefix import after, first_row
 from ..expectation import Expectation
+from ..handle import RoomHandle, check_states, check_tables
 from ..kept_pages import CachedPages, check_kept, kept_layers
-from ..runtime.admission import Admission
-from ..runtime.cached_prefix import after, first_row
-from ..runtime.handle import RoomHandle, check_states, check_tables
+from ..loop.admission import Admission
 from .bells import BellWatch
 
 

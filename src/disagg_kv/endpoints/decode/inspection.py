@@ -1,4 +1,4 @@
-"""What a decode endpoint knows; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+"""What a decode endpoint knows; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sized
 
 from attrs import frozen
 
+from ...core import RoomKey
 from ...ids import Epoch
 from ...planning import Segment
-from ...protocol import RoomKey
 from ...staging import GrantQueue
-from ..runtime.inspection import LoopInspection
+from ..loop.inspection import LoopInspection
 from .pulls import PullQueue
 from .room import DecodeRoom
 
@@ -34,7 +34,7 @@ class ScatterInspection:
 
 @frozen(eq=False)
 class DecodeInspection:
-    """See :mod:`~disagg_kv.endpoints.runtime.inspection`.
+    """See :mod:`~disagg_kv.endpoints.loop.inspection`.
 
     Args:
         loop: what both sides have in common.

@@ -44,19 +44,19 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
+from ...core import Pull, Pulled
+from ...core.wire.page_runs import tables_from_wire
 from ...errors import ConfigurationError, GeometryError, IntegrityError, LocalProtocolError, RemoteProtocolError
 from ...geometry import CacheSpec
 from ...ids import Rank
 from ...kernels import Kernels, PageMove, Pages, SupportsStreams, SupportsWarmUp
 from ...memory import Event, MappedPool, MemoryPool
 from ...planning import PageCopy, PairPlan, Segment, check_tables
-from ...protocol import Pull, Pulled
-from ...protocol.page_runs import tables_from_wire
 from ...strategies import Job, TransferPlanner
 from ...trace import Span
-from ..runtime.budget import Budget
-from ..runtime.checksums import compare, layer_sums
-from ..runtime.event_loop import EventLoop
+from ..checksums import compare, layer_sums
+from ..loop.budget import Budget
+from ..loop.event_loop import EventLoop
 from .rate_limit import RateLimiter
 from .room import DecodeRoom
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...core import RoomKey
 from ...errors import QuarantineFullError
 from ...ids import Epoch
 from ...planning import Segment
-from ...protocol import RoomKey
 from ...staging import GrantQueue
-from ..runtime.handshake import RemoteEndpoint
+from ..peers.handshake import RemoteEndpoint
 
 PEER_QUARANTINE = 0.25
 ALL_QUARANTINE = 0.5

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from ...core import Send
+from ...core.wire.frames import Complete, Landed
 from ...ids import Epoch
-from ...protocol import Send
-from ...protocol.frames import Complete, Landed
 
 
 class Receipts:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from attrs import define, field
 
+from ...core import Awaited, ReceiveRoom, Receiving, RoomKey
+from ...core.room.machine import ours
+from ...core.wire.frames import WireBells
 from ...ids import Rank, room_name
 from ...memory import Event, MappedPool
 from ...planning import InstancePlans, PairPlan, Segment
-from ...protocol import Awaited, ReceiveRoom, Receiving, RoomKey
-from ...protocol.frames import WireBells
-from ...protocol.machine import ours
 from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
-from ..runtime.handshake import RemoteEndpoint
+from ..peers.handshake import RemoteEndpoint
 from .bells import BellWatch
 from .handle import CheckedExpectation, ReceptionHandle
 

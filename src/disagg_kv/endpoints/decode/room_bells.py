@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from ...core import Phase
+from ...core.wire.frames import WireBells
 from ...ids import Epoch, RoomId
 from ...memory import Buffer, MemoryPool
-from ...protocol import Phase
-from ...protocol.frames import WireBells
 from .ballots import Ballots
 from .bells import BellBoard, BellWatch
 from .handle import ReceptionHandle

@@ -10,12 +10,7 @@ from math import inf
 
 from attrs import evolve
 
-from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
-from ...ids import Epoch, Generation, RoomId
-from ...kernels import Kernels
-from ...memory import Buffer, MemoryPool
-from ...planning import InstancePlans, Segment
-from ...protocol import (
+from ...core import (
     AskAgain,
     Awaited,
     Cancel,
@@ -45,21 +40,26 @@ from ...protocol import (
     Tick,
     Verify,
 )
-from ...protocol.frames import Done, WirePace
-from ...protocol.machine import ours
-from ...protocol.timers import Timers
+from ...core.room.machine import ours
+from ...core.timers import Timers
+from ...core.wire.frames import Done, WirePace
+from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
+from ...ids import Epoch, Generation, RoomId
+from ...kernels import Kernels
+from ...memory import Buffer, MemoryPool
+from ...planning import InstancePlans, Segment
 from ...rendezvous import Source
 from ...staging import GrantQueue, Lease
 from ...trace import Span
 from ...transports import Settled, WriteEnded
-from ..runtime.budget import Budget
-from ..runtime.directory import LookupResult
-from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue
-from ..runtime.handshake import RemoteEndpoint
-from ..runtime.peer_registry import HeldMemory
-from ..runtime.silence import Silences
-from ..runtime.spans import room_span
+from ..handle import ChangeQueue
+from ..loop.budget import Budget
+from ..loop.event_loop import EventLoop
+from ..peers.directory import LookupResult
+from ..peers.handshake import RemoteEndpoint
+from ..peers.peer_registry import HeldMemory
+from ..peers.silence import Silences
+from ..spans import room_span
 from .ballots import Ballots, OwnWords
 from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
@@ -135,7 +135,7 @@ class DecodeSide:
         return len(self._rooms)
 
     def inspect(self) -> DecodeInspection:
-        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
         scatters, pulls = self._scatters.inspect(), self._pulls
         return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, scatters, pulls, self._exposed)
 
@@ -224,7 +224,7 @@ class DecodeSide:
         return self._plans[writers]
 
     def on_answer(self, answer: LookupResult) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._take_found(self._discovery.on_answer(answer))
 
     def on_up(self, remote: RemoteEndpoint) -> None:
@@ -278,7 +278,7 @@ class DecodeSide:
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
@@ -310,18 +310,18 @@ class DecodeSide:
             self._handle(room, decided)
 
     def on_sibling(self, epoch: Epoch, hello: Hello | None) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         if hello is not None:
             self.bells.ballots.joined(hello)
         else:
             self.bells.ballots.left(epoch)
 
     def no_bells(self, epoch: Epoch) -> str:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         return self.bells.ballots.no_bells(epoch)
 
     def deciding(self, name: RoomId | None) -> AbstractContextManager[None]:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         return self.bells.deciding(name, lambda room: self._handle(room, Tick()))
 
     def on_ticket(self, event: WriteEnded | Settled) -> None:
@@ -565,7 +565,7 @@ class DecodeSide:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`: decode's forward passes are not announced."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`: decode's forward passes are not announced."""
         return 0.0
 
     def next_at(self) -> float | None:
@@ -577,13 +577,13 @@ class DecodeSide:
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         for room in list(self._rooms.values()):
             if not (unmet and room.machine.writers):
                 self._handle(room, Cancel(error))
 
     def check_integrity(self, since: float = -inf) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._queue.check_integrity()
         self.bells.check_integrity(self._rooms.values())
         self._cancelled.check_integrity()

@@ -14,19 +14,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from attrs import define, frozen
 
+from ...core import Prepare, RoomKey, Scatter, Scattered
 from ...errors import IntegrityError
 from ...geometry import read_as
 from ...ids import Epoch, Rank
 from ...kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import PairPlan, RowRange, Segment
-from ...protocol import Prepare, RoomKey, Scatter, Scattered
 from ...staging import GrantQueue
 from ...strategies import Job, TransferPlanner
 from ...trace import Span
+from ..checksums import compare, layer_sums
+from ..loop.event_loop import EventLoop
 from ..prepared import PreparedLaunches
-from ..runtime.checksums import compare, layer_sums
-from ..runtime.event_loop import EventLoop
 from .inspection import ScatterInspection
 from .rate_limit import RateLimiter
 from .room import DecodeRoom
@@ -315,7 +315,7 @@ class ScatterQueue:
         return found
 
     def inspect(self) -> ScatterInspection:
-        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
         return ScatterInspection(
             [*self._waiting, *self._barred], self._running, self.prepared.waiting, self.prepared.ready
         )

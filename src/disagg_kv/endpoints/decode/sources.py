@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...core.wire.page_runs import nameable
 from ...errors import ConfigurationError
 from ...ids import Rank
 from ...memory import MappedPool
 from ...planning import InstancePlans
-from ...protocol.page_runs import nameable
 from ...strategies import pulls_pages
-from ..runtime.connections import READY_S
-from ..runtime.event_loop import EventLoop
-from ..runtime.handshake import RemoteEndpoint
+from ..loop.event_loop import EventLoop
+from ..peers.connections import READY_S
+from ..peers.handshake import RemoteEndpoint
 from .room import DecodeRoom
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from ...ids import Epoch, Generation
 from ...strategies import TransferPlanner, copies_pages
-from ..runtime.handshake import RemoteEndpoint
+from ..peers.handshake import RemoteEndpoint
 
 CUT_S = 60.0
 """Seconds for which rooms are cut after an uncut one has failed: perhaps what failed was too large."""

@@ -9,21 +9,21 @@ from weakref import ref
 from ... import arguments
 from ...channels import Channel
 from ...channels.reach import leaves_host, reached_at
+from ...core import Options
 from ...errors import ConfigurationError
 from ...geometry import Shard, Site
 from ...ids import Rank, RegionId, Role
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool, check_memory
-from ...protocol import Options
 from ...rendezvous import Rendezvous
 from ...strategies import TransferPlanner
 from ...trace import Observer, Silent
 from ...transports import Transport, between_processes
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
 from ...transports.registry import AUTO
+from ..peers.handshake import EndpointInfo, check_instance
+from ..peers.incarnation import Incarnation
 from .environment import Environment
-from .handshake import EndpointInfo, check_instance
-from .incarnation import Incarnation
 
 
 def check_pool(pool: MemoryPool) -> None:

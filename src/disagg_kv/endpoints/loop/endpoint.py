@@ -10,19 +10,19 @@ from itertools import count, islice
 from typing import Generic, Literal, TypeVar
 
 from ... import arguments
+from ...core import Phase, RoomKey
 from ...errors import DisaggKVError, text_of
 from ...ids import Epoch, Generation, RoomId
-from ...protocol import Phase, RoomKey
 from ..api import EndpointStatus, PeerInfo, RoomInfo, Usage
+from ..handle import ChangeQueue, RoomHandle
+from ..peers.handshake import EndpointInfo
+from ..peers.succession import check_counts
+from ..used_ids import UsedIds
 from .construction import Parts
 from .environment import helpers, let_switch
 from .event_loop import EventLoop
-from .handle import ChangeQueue, RoomHandle
-from .handshake import EndpointInfo
 from .side import Side
-from .succession import check_counts
 from .thread import EndpointThread
-from .used_ids import UsedIds
 
 H = TypeVar("H", bound=RoomHandle)
 S = TypeVar("S", bound=Side)

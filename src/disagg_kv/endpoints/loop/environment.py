@@ -9,8 +9,8 @@ from collections.abc import Callable
 from attrs import frozen
 
 from ... import arguments
-from .background import Background, HelperThreads, inline
-from .incarnation import Incarnation
+from ..peers.background import Background, HelperThreads, inline
+from ..peers.incarnation import Incarnation
 
 
 @frozen(kw_only=True)

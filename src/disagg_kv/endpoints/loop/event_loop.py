@@ -12,16 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps
-from ...errors import (
-    DisaggKVError,
-    PeerLostError,
-    RemoteProtocolError,
-    TransportError,
-    text_of,
-)
-from ...ids import Epoch, Peer, RoomId
-from ...memory import Event
-from ...protocol import (
+from ...core import (
     Agreement,
     AnyFrame,
     Codec,
@@ -42,37 +33,39 @@ from ...protocol import (
     Unreachable,
     Up,
 )
-from ...protocol.frames import (
-    Decision,
-    Expect,
-    Refused,
-    RoomFrame,
-    Superseded,
-    Vote,
+from ...core.wire.frames import Decision, Expect, Refused, RoomFrame, Superseded, Vote
+from ...errors import (
+    DisaggKVError,
+    PeerLostError,
+    RemoteProtocolError,
+    TransportError,
+    text_of,
 )
+from ...ids import Epoch, Peer, RoomId
+from ...memory import Event
 from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent, wants_layers
 from ...transports import Home, Lane, PeerEvent, Settled, WriteEnded
 from ...transports.combining import lane_of
-from .background import Background
+from ..peers.background import Background
+from ..peers.connections import Connections, ConnectResult
+from ..peers.directory import Directory, LookupResult
+from ..peers.handshake import EndpointInfo, RemoteEndpoint, check_key
+from ..peers.limited_log import LimitedLog
+from ..peers.link_budget import links_of
+from ..peers.mapping import map_prefill, open_decode
+from ..peers.peer_registry import PeerRegistry
+from ..peers.process_monitor import ProcessMonitor
+from ..peers.succession import Succession, found_before
 from .budget import MOST, Budget
-from .connections import Connections, ConnectResult
-from .directory import Directory, LookupResult
 from .failures import Broken, Failures
-from .handshake import EndpointInfo, RemoteEndpoint, check_key
 from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
-from .limited_log import LimitedLog
-from .link_budget import links_of
-from .mapping import map_prefill, open_decode
 from .pauses import Pauses
-from .peer_registry import PeerRegistry
-from .process_monitor import ProcessMonitor
 from .receive_buffer import ReceiveBuffer
 from .send_buffer import SendBuffer
 from .siblings import Siblings
 from .side import Side
-from .succession import Succession, found_before
 
 log = logging.getLogger("disagg_kv")
 
@@ -166,7 +159,7 @@ class EventLoop:
         return bool(self._commands)
 
     def inspect(self) -> LoopInspection:
-        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
         return LoopInspection(
             self._commands,
             self._receive_buffer,

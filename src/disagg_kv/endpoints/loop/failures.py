@@ -8,7 +8,7 @@ from typing import TypeVarTuple
 
 from ...errors import DisaggKVError, EndpointBrokenError, RemoteProtocolError, text_of
 from ...trace import Observer
-from .limited_log import LimitedLog
+from ..peers.limited_log import LimitedLog
 
 log = logging.getLogger("disagg_kv")
 

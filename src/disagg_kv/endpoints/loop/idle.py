@@ -24,7 +24,7 @@ from math import inf
 
 from attrs import frozen
 
-from ...protocol import Options
+from ...core import Options
 from ...transports import Capabilities
 
 IDLE_S = 0.2

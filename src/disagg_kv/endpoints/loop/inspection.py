@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sized
 
 from attrs import frozen
 
+from ...core import Agreement, PeerTable
 from ...ids import Epoch
-from ...protocol import Agreement, PeerTable
-from .handshake import RemoteEndpoint
-from .peer_registry import PeerRegistry
-from .succession import Succession
+from ..peers.handshake import RemoteEndpoint
+from ..peers.peer_registry import PeerRegistry
+from ..peers.succession import Succession
 
 
 @frozen(eq=False)

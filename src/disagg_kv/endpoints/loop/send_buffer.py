@@ -10,7 +10,7 @@ from attrs import define, field
 from ...channels import MAX_FRAME, MAX_TOGETHER, Channel, SupportsBatches, check_frame
 from ...errors import ConfigurationError, text_of
 from ...trace import Observer
-from .limited_log import LimitedLog
+from ..peers.limited_log import LimitedLog
 
 
 @define

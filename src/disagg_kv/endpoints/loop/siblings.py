@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from ...core import Hello, Send
+from ...core.wire.frames import Superseded
 from ...errors import RemoteProtocolError
 from ...ids import Epoch, Rank
-from ...protocol import Hello, Send
-from ...protocol.frames import Superseded
 from ...rendezvous import Source
-from .directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
-from .succession import Succession
+from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
+from ..peers.succession import Succession
 
 if TYPE_CHECKING:
     from .event_loop import EventLoop

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Protocol
 
+from ...core import Decided, Hello, Lost, RoomFrame, RoomKey
 from ...errors import DisaggKVError
 from ...ids import Epoch, RoomId
-from ...protocol import Decided, Hello, Lost, RoomFrame, RoomKey
 from ...transports import Settled, WriteEnded
-from .directory import LookupResult
-from .handshake import RemoteEndpoint
+from ..peers.directory import LookupResult
+from ..peers.handshake import RemoteEndpoint
 
 
 class Side(Protocol):

@@ -11,9 +11,9 @@ from queue import SimpleQueue
 
 from ... import arguments
 from ...errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
+from ..latch import Latch
 from .admission import Admission
 from .event_loop import EventLoop
-from .latch import Latch
 
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK, see prctl(2)
 

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 from attrs import define, field, frozen
 
+from ...core import Hello, Options, RoomFrame
+from ...core.peers.peer_effects import Up
+from ...core.room.machine import ours
 from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, TransportError, text_of, without_frames
 from ...ids import Epoch, Peer, peer_name
-from ...protocol import Hello, Options, RoomFrame
-from ...protocol.machine import ours
-from ...protocol.peer_effects import Up
 from ...trace import Observer
 from ...transports import Lane, Transport
 from ...transports.combining import for_peer, lane_of

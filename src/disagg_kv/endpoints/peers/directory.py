@@ -15,10 +15,10 @@ from math import inf
 
 from attrs import define, frozen
 
+from ...core import MAX_RANKS, Options
+from ...core.room.machine import ours
 from ...errors import CapacityError, DisaggKVError, PeerLostError, RemoteProtocolError, text_of, without_frames
 from ...ids import Rank
-from ...protocol import MAX_RANKS, Options
-from ...protocol.machine import ours
 from ...rendezvous import Rendezvous, Source, SupportsWithdraw
 from .background import Background
 

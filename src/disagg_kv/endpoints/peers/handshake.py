@@ -9,6 +9,16 @@ from itertools import zip_longest
 from attrs import frozen
 
 from ...channels import key_of
+from ...core import VERSION, AnyFrame, Hello, PeerTable
+from ...core.wire.frames import Refused, WireHolding
+from ...core.wire.specs import (
+    shard_to_wire,
+    shards_from_wire,
+    site_from_wire,
+    site_to_wire,
+    spec_from_wire,
+    spec_to_wire,
+)
 from ...errors import (
     ConfigurationError,
     GeometryError,
@@ -19,16 +29,6 @@ from ...geometry import CacheSpec, Shard, Site, conversions, difference, shards_
 from ...ids import Epoch, Rank, RegionId, Role, peer_name
 from ...memory import MappedPool
 from ...planning import intake_of
-from ...protocol import VERSION, AnyFrame, Hello, PeerTable
-from ...protocol.frames import Refused, WireHolding
-from ...protocol.wire import (
-    shard_to_wire,
-    shards_from_wire,
-    site_from_wire,
-    site_to_wire,
-    spec_from_wire,
-    spec_to_wire,
-)
 from ...strategies import TransferPlanner
 from ...trace import Observer
 from ...transports import Transport

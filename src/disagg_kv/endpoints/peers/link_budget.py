@@ -6,7 +6,7 @@ import resource
 from math import inf
 
 from ...channels import UNKNOWN_LINK, Channel, SupportsLinkCost
-from ...protocol import Links, Options
+from ...core import Links, Options
 from ...transports import LinkCost, Transport
 
 OWN_LINK = LinkCost(10_000, 1)

@@ -8,10 +8,10 @@ from functools import partial
 import attrs
 from attrs import frozen
 
+from ...core import Hello
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...ids import Peer, RegionId
 from ...memory import Buffer, MappedPool
-from ...protocol import Hello
 from ...strategies import AUTO, TransferPlanner, copies_pages, maps_pages
 from ...transports import Bells, SupportsBells, SupportsMapping, Transport
 from ...transports.bells import FINAL_SLOTS, SLOT_WORDS, WORD

@@ -11,9 +11,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
+from ...core import Hello, KnownPeer, Options, PeerTable, RoomKey
 from ...errors import About, UnknownNameError
 from ...ids import Epoch, Rank, RoomId, peer_name, room_text
-from ...protocol import Hello, KnownPeer, Options, PeerTable, RoomKey
 from ...transports import Lane
 from ..api import PeerInfo, PeerState
 

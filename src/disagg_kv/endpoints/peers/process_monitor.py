@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...core import Hello
 from ...errors import PeerLostError, TransportError
 from ...ids import Epoch
-from ...protocol import Hello
 from ...transports.process import Ending, Exits, Process
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...core import Lost, PeerTable, RoomKey
+from ...core.timers import Timers
 from ...errors import About, PeerLostError
 from ...ids import Epoch, peer_name
-from ...protocol import Lost, PeerTable, RoomKey
-from ...protocol.timers import Timers
 
 
 class Silences:

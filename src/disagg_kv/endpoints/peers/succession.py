@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import reduce
 
+from ...core import Hello
+from ...core.peers.peer_effects import is_older
 from ...errors import SupersededError
 from ...ids import Epoch, Rank
-from ...protocol import Hello
-from ...protocol.peer_effects import is_older
 from ...rendezvous import Rendezvous, Source
 from .directory import look_up
 

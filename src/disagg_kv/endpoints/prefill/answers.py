@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ...core import RoomFrame, RoomKey, RoomOutcome, Send
+from ...core.room.flow import room_head
+from ...core.wire.frames import Abort, Expect, Expected, Head, TablePart, TablesTaken, words
 from ...errors import RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
-from ...protocol import RoomFrame, RoomKey, RoomOutcome, Send
-from ...protocol.flow import room_head
-from ...protocol.frames import Abort, Expect, Expected, Head, TablePart, TablesTaken, words
-from ..runtime.event_loop import EventLoop
+from ..loop.event_loop import EventLoop
 from .early import EarlyArrivals
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+from ...core import RoomKey
 from ...ids import LayerId
 from ...memory import Event
-from ...protocol import RoomKey
-from ..runtime.admission import Admission
-from ..runtime.event_loop import EventLoop
-from ..runtime.handle import HostEvent
+from ..handle import HostEvent
+from ..loop.admission import Admission
+from ..loop.event_loop import EventLoop
 from .armed import EngineLaunches
 from .handle import Act, SubmittedChunk
 from .rooms import PrefillSide

@@ -23,10 +23,10 @@ from functools import partial
 
 from attrs import define
 
+from ...core.room.rows import Readiness
 from ...ids import LayerId
 from ...kernels import Kernels, PageMove, SupportsArming
 from ...memory import Bell, Event
-from ...protocol.rows import Readiness
 from .armed import Armed, ArmedCopies, Launch, Launched
 from .room import PrefillRoom
 from .writes import Post, PostedWrites

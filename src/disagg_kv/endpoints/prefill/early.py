@@ -7,11 +7,11 @@ from collections import Counter, OrderedDict
 from attrs import define, field
 from msgspec import structs
 
+from ...core import Options
+from ...core.wire.frames import Expect, TablePart
+from ...core.wire.page_runs import named, total, whole, with_pages
 from ...errors import RemoteProtocolError
 from ...ids import Epoch, RoomId
-from ...protocol import Options
-from ...protocol.frames import Expect, TablePart
-from ...protocol.page_runs import named, total, whole, with_pages
 
 SHARE = 4
 """While several peers are known, each takes at most one in this number of places."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from ...core import Options
+from ...core.base import tags_differ
 from ...ids import RoomId
-from ...protocol import Options
-from ...protocol.base import tags_differ
-from ..runtime.bounded import bound
+from ..bounded import bound
 
 TAGS = 4
 """Tags of one room that are remembered."""

@@ -9,26 +9,26 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
+from ...core import Options, Verify, check_verify
 from ...errors import ConfigurationError, LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
 from ...kernels import Kernels, SupportsConversions, SupportsStreams
 from ...memory import Buffer, MemoryPool
 from ...planning import Batch
-from ...protocol import Options, Verify, check_verify
 from ...rendezvous import Rendezvous
 from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, TransferPlanner, auto_paths, paths, pulls_pages
 from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import SupportsMapping, Transport
 from ..api import Usage
-from ..runtime.construction import Parts
-from ..runtime.endpoint import Endpoint
-from ..runtime.environment import Environment
-from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue
-from ..runtime.mapping import check_mapping
-from ..runtime.staging_memory import exposable, new_staging, ready_kernels, staging_slots
+from ..handle import ChangeQueue
+from ..loop.construction import Parts
+from ..loop.endpoint import Endpoint
+from ..loop.environment import Environment
+from ..loop.event_loop import EventLoop
+from ..peers.mapping import check_mapping
+from ..staging_memory import exposable, new_staging, ready_kernels, staging_slots
 from .armed import EngineLaunches
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
@@ -205,7 +205,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         return self._staging
 
     def inspect(self) -> PrefillInspection:
-        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
         return self._side.inspect()
 
 

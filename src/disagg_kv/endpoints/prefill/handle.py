@@ -10,6 +10,8 @@ from typing import Protocol
 from attrs import frozen
 
 from ... import arguments
+from ...core import Effect, RoomKey, SendRoom
+from ...core.room.machine import ours
 from ...errors import (
     AbortedError,
     ConfigurationError,
@@ -22,11 +24,9 @@ from ...geometry import PageTable
 from ...ids import GroupId, LayerId, room_name
 from ...memory import Event, Mark, MemoryPool
 from ...planning import Batch
-from ...protocol import Effect, RoomKey, SendRoom
-from ...protocol.machine import ours
-from ..runtime.admission import Admission
-from ..runtime.cached_prefix import after
-from ..runtime.handle import HostEvent, RoomHandle, check_states, check_tables, joined
+from ..cached_prefix import after
+from ..handle import HostEvent, RoomHandle, check_states, check_tables, joined
+from ..loop.admission import Admission
 from .armed import ArmedCopies
 
 Act = Callable[[SendRoom, float], list[Effect]]

@@ -1,4 +1,4 @@
-"""What a prefill endpoint knows; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+"""What a prefill endpoint knows; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sized
 
 from attrs import frozen
 
+from ...core import RoomKey
 from ...ids import Epoch, RoomId, Ticket
-from ...protocol import RoomKey
-from ..runtime.inspection import LoopInspection
+from ..loop.inspection import LoopInspection
 from .copies import PageCopies
 from .prepared import PreparedGathers
 from .room import PrefillRoom
@@ -41,7 +41,7 @@ class TransferInspection:
 
 @frozen(eq=False)
 class PrefillInspection:
-    """See :mod:`~disagg_kv.endpoints.runtime.inspection`.
+    """See :mod:`~disagg_kv.endpoints.loop.inspection`.
 
     Args:
         loop: what both sides have in common.

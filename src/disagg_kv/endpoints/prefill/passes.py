@@ -8,7 +8,7 @@ from functools import partial
 from ...ids import LayerId
 from ...memory import Event
 from ...trace import Span
-from ..runtime.event_loop import EventLoop
+from ..loop.event_loop import EventLoop
 from .handle import SubmittedChunk
 from .throughput import EventFifo, ThroughputEstimator
 

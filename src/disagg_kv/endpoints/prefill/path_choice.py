@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from attrs import evolve, frozen
 
+from ...core.wire.page_runs import offer_rows
 from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...ids import Epoch, Rank
 from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
 from ...planning.cache import PlanCache
-from ...protocol.page_runs import offer_rows
 from ...strategies import AUTO, Job, TransferPlanner, copies_pages, maps_pages, pulls_pages, refusal
 
 NOMINAL_ROWS = 1024

@@ -7,15 +7,15 @@ from typing import TypeVar
 
 from attrs import define, field, frozen
 
+from ...core import Transfer
 from ...ids import Epoch
 from ...kernels import Kernels, Move, PreparedGather, SupportsPreparing
 from ...memory import Buffer, MemoryPool
 from ...planning import Segment, StagedLayout
-from ...protocol import Transfer
 from ...staging import ALIGNMENT
 from ...strategies import Tables
+from ..loop.event_loop import EventLoop
 from ..prepared import PreparedLaunches
-from ..runtime.event_loop import EventLoop
 from .room import PrefillRoom
 from .routes import Plan, Route
 

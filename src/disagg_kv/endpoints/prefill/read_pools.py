@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
+from ...core import Verify
 from ...geometry import CacheSpec
 from ...kernels import Kernels, SupportsWarmUp
 from ...memory import ConvertedPool, MappedPool, MemoryPool
 from ...planning.cache import PlanCache
-from ...protocol import Verify
 
 _COMPILING = threading.Lock()
 """Threads that connect peers at once need the same kernels: one compiles them, and the others find them."""

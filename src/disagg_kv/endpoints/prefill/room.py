@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from attrs import define, field
 
+from ...core import Ring, RingFinal, RoomKey, SendRoom, Transfer
 from ...ids import Epoch
 from ...memory import Bell
 from ...planning import Groups, Segment
-from ...protocol import Ring, RingFinal, RoomKey, SendRoom, Transfer
 from ...trace import Span
 from ...transports.bells import AUX_BYTES, Record
-from ..runtime.event_loop import EventLoop
-from ..runtime.handle import HostEvent
+from ..handle import HostEvent
+from ..loop.event_loop import EventLoop
 from .armed import ArmedCopies
 from .handle import DeliveryHandle, LayerGroups
 from .ready_events import ReadyEvents

@@ -5,29 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from ...core import CastVote, Effect, Granted, Phase, Ring, RingFinal, RoomKey, RoomOutcome, Send, SendRoom, Transfer
+from ...core.room.machine import ours
+from ...core.timers import Timers
+from ...core.wire.frames import words
 from ...errors import LocalProtocolError
 from ...ids import Epoch, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
-from ...protocol import (
-    CastVote,
-    Effect,
-    Granted,
-    Phase,
-    Ring,
-    RingFinal,
-    RoomKey,
-    RoomOutcome,
-    Send,
-    SendRoom,
-    Transfer,
-)
-from ...protocol.frames import words
-from ...protocol.machine import ours
-from ...protocol.timers import Timers
-from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue, HostEvent
-from ..runtime.silence import Silences
-from ..runtime.spans import room_span
+from ..handle import ChangeQueue, HostEvent
+from ..loop.event_loop import EventLoop
+from ..peers.silence import Silences
+from ..spans import room_span
 from .answers import EarlyAnswers
 from .early import EarlyArrivals
 from .ended_early import EndedEarly

@@ -5,35 +5,24 @@ from __future__ import annotations
 from functools import partial
 from math import inf
 
+from ...core import Cancel, Decided, Gone, Lost, Options, RoomFrame, RoomKey, RoomOutcome, Send, SendRoom
+from ...core.base import tags_differ
+from ...core.room.flow import room_head
+from ...core.room.machine import ours
+from ...core.room.tables import Sending
+from ...core.verdict.agreement import USED_TWICE
+from ...core.wire.frames import Abort, Drained, Expect, Expected, TablePart
+from ...core.wire.page_runs import check_tables, whole
 from ...errors import AbortedError, DisaggKVError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
-from ...protocol import (
-    Cancel,
-    Decided,
-    Gone,
-    Lost,
-    Options,
-    RoomFrame,
-    RoomKey,
-    RoomOutcome,
-    Send,
-    SendRoom,
-)
-from ...protocol.agreement import USED_TWICE
-from ...protocol.base import tags_differ
-from ...protocol.flow import room_head
-from ...protocol.frames import Abort, Drained, Expect, Expected, TablePart
-from ...protocol.machine import ours
-from ...protocol.page_runs import check_tables, whole
-from ...protocol.tables import Sending
 from ...transports import Settled, WriteEnded
-from ..runtime.budget import Budget
-from ..runtime.directory import LookupResult
-from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue
-from ..runtime.handshake import RemoteEndpoint
-from ..runtime.side import SideWithoutWords
+from ..handle import ChangeQueue
+from ..loop.budget import Budget
+from ..loop.event_loop import EventLoop
+from ..loop.side import SideWithoutWords
+from ..peers.directory import LookupResult
+from ..peers.handshake import RemoteEndpoint
 from .handle import DeliveryHandle
 from .inspection import PrefillInspection
 from .room import PrefillRoom
@@ -60,7 +49,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         self.quarantined_slots = 0
 
     def inspect(self) -> PrefillInspection:
-        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
         return PrefillInspection(self._loop.inspect(), self._rooms, self._newest, self._flows, self.transfers.inspect())
 
     # What the engine says, on this thread.
@@ -87,7 +76,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
         room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
         if isinstance(frame, TablePart):
@@ -321,7 +310,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         return self._throughput.patience_s
 
     def on_ticket(self, event: WriteEnded | Settled) -> None:
@@ -355,13 +344,13 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         for room in list(self._rooms.values()):
             if not (unmet and room.machine.flows):
                 self._apply(room, room.machine.cancel(error, self._loop.now))
 
     def check_integrity(self, since: float = -inf) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self.transfers.check_integrity()
         self._early.check_integrity()
         hopeful = {room for room in self._rooms.values() if room.machine.error is None}

@@ -8,6 +8,9 @@ from functools import partial
 import numpy as np
 from attrs import evolve, frozen
 
+from ...core import FlowPlan, Options, Transfer, Verify
+from ...core.wire.frames import Expect, WireOffer, WirePace, wire_pace
+from ...core.wire.page_runs import OFFER_ROW, tables_from_wire, tables_to_wire, total
 from ...errors import LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...geometry import I32, shards_as
 from ...ids import Epoch, Rank, RegionId, RoomId, room_name
@@ -32,14 +35,11 @@ from ...planning import (
     check_tables,
     tables_of,
 )
-from ...protocol import FlowPlan, Options, Transfer, Verify
-from ...protocol.frames import Expect, WireOffer, WirePace, wire_pace
-from ...protocol.page_runs import OFFER_ROW, tables_from_wire, tables_to_wire, total
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages, pulls_pages
 from ...transports import Bells, Lane
-from ..runtime.cached_prefix import check_start
-from ..runtime.handshake import EndpointInfo, RemoteEndpoint
-from ..runtime.mapping import Mapping
+from ..cached_prefix import check_start
+from ..peers.handshake import EndpointInfo, RemoteEndpoint
+from ..peers.mapping import Mapping
 from .lane_rates import LaneRates
 from .path_choice import PathChooser, PathRequest, segment_limits
 from .read_pools import ReadPools

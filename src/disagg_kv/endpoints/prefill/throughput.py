@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 
 from attrs import define, frozen
 
+from ...core import RoomKey
 from ...ids import LayerId
 from ...memory import Event
 from ...planning import Pace
-from ...protocol import RoomKey
-from ..runtime.bounded import bound
+from ..bounded import bound
 from .handle import SubmittedChunk
 
 NEW = 0.3
@@ -81,7 +81,7 @@ class ThroughputEstimator:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`; a GPU may be in a pass longer than the engine."""
+        """See :class:`~disagg_kv.endpoints.loop.side.Side`; a GPU may be in a pass longer than the engine."""
         tokens = [known.tokens for known in self._passes.values() if not known.asked]
         if not tokens:
             return 0.0

@@ -40,17 +40,17 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from attrs import define, frozen
 
+from ...core import Transfer, Verify, WriteFailed, verified
+from ...core.room.machine import ours
+from ...core.wire.frames import WireOffer
 from ...ids import Epoch, LayerId, RegionId, room_name
 from ...kernels import Kernels, Move, PageMove, Pages, SupportsStreams
 from ...memory import Buffer, Event, parts
 from ...planning import PageCopy, Segment, StagedLayout, Writes
-from ...protocol import Transfer, Verify, WriteFailed, verified
-from ...protocol.frames import WireOffer
-from ...protocol.machine import ours
 from ...strategies import Tables, pulls_pages
-from ..runtime.budget import Budget
-from ..runtime.checksums import PendingChecksums, layer_sums
-from ..runtime.event_loop import EventLoop
+from ..checksums import PendingChecksums, layer_sums
+from ..loop.budget import Budget
+from ..loop.event_loop import EventLoop
 from .copies import PageCopies
 from .inspection import TransferInspection
 from .prepared import Planned, PreparedGathers, SlotLayout
@@ -176,7 +176,7 @@ class TransferQueue:
         return bool(self._queue)
 
     def inspect(self) -> TransferInspection:
-        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
         writes, copies = self.writes.posts, self._copies
         gathers, unarmed = self._gathering, self._unarmed
         return TransferInspection(self._queue, gathers, copies, unarmed, writes, self._slots, self.prepared)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
 from typing import Generic, TypeVar
 
+from ...core import Transfer
 from ...ids import Epoch
 from ...planning import Segment
-from ...protocol import Transfer
 
 R = TypeVar("R", bound=Hashable)
 """A room."""

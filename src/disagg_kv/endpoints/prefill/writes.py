@@ -14,16 +14,16 @@ from collections.abc import Collection
 
 from attrs import define, field, frozen
 
+from ...core import Disarmed, Quiet, RoomKey, Transfer, WriteFailed, Wrote
+from ...core.wire.frames import WireOffer
 from ...errors import PeerLostError
 from ...ids import Epoch, Ticket, peer_name
 from ...memory import Bell, Event
 from ...planning import Writes
-from ...protocol import Disarmed, Quiet, RoomKey, Transfer, WriteFailed, Wrote
-from ...protocol.frames import WireOffer
 from ...trace import Span
 from ...transports import Settled, WriteEnded
-from ..runtime.event_loop import EventLoop
-from ..runtime.peer_registry import HeldMemory
+from ..loop.event_loop import EventLoop
+from ..peers.peer_registry import HeldMemory
 from .lane_rates import LaneRates
 from .room import PrefillRoom
 from .slots import Slot, StagingSlots

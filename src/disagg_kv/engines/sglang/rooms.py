@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...core import Phase
 from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, Report, room_id
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
@@ -24,7 +25,6 @@ from ...errors import AbortedError, DisaggKVError, IncompatiblePeerError, PeerLo
 from ...geometry import PageTable
 from ...ids import RoomId
 from ...memory import Event
-from ...protocol import Phase
 from ...rendezvous import Source
 from ..common import KV
 from ..model import prompt_tag

@@ -15,10 +15,10 @@ from functools import partial
 
 from attrs import define, field
 
+from ...core import Phase
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step, room_id
 from ...ids import LayerId, RoomId
 from ...memory import Event
-from ...protocol import Phase
 from .stats import Counters
 from .work import Chunk, Declined, Load, StepWork, tables
 

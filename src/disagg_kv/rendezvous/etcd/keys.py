@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 from attrs import frozen
 
-from ...protocol import MAX_RANKS
+from ...core import MAX_RANKS
 from ..base import MAX_ADDRESS
 
 MAX_VALUE = 16384

@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from disagg_kv.core import Options, Phase
 from disagg_kv.engines.sglang import bootstrap, rooms
 from disagg_kv.engines.sglang.options import SGLangOptions
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
 from disagg_kv.errors import ConfigurationError, EndpointBrokenError, UnsupportedError
-from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
 from tests.support.rig_parts import Flag

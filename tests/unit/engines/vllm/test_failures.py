@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from disagg_kv.core import Options
 from disagg_kv.engines.vllm.work import StepWork
 from disagg_kv.engines.vllm.worker import WorkerSide
 from disagg_kv.errors import EndpointBrokenError
-from disagg_kv.protocol import Options
 from tests.support.processes import wait
 from tests.support.vllm_like import Engine, Pair, prefilled, prompt, run
 from tests.support.vllm_requests import Status

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, room_id
 from disagg_kv.engines.opening import Opened
 from disagg_kv.engines.scales import checked_scales
@@ -22,7 +23,6 @@ from disagg_kv.errors import ConfigurationError, DisaggKVError, GeometryError, U
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels.convert import reference
-from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
 from tests.support.vllm_like import Model, configs, layer_name

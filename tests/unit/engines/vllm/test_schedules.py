@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.channels import Hub
+from disagg_kv.core import Options
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
-from disagg_kv.protocol import Options
 from tests.support.processes import wait
 from tests.support.vllm_like import TWO_GROUPS, Engine, Model, prompt, run
 

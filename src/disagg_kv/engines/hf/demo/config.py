@@ -6,10 +6,10 @@ from typing import Literal
 
 from attrs import frozen
 
+from ....core import Verify, check_verify
 from ....errors import ConfigurationError
 from ....geometry import CONVERSIONS
 from ....geometry.formats import SCALED
-from ....protocol import Verify, check_verify
 from ....strategies import strategy
 
 Role = Literal["prefill", "decode", "reference"]

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from torch.distributed.distributed_c10d import Store
 
 from ....channels import Keys, ZmqChannel
+from ....core import Options, Phase
 from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
 from ....errors import PeerLostError
 from ....ids import RoomId
 from ....memory import PagedPool
-from ....protocol import Options, Phase
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
 from ....transports import Transport, between_processes

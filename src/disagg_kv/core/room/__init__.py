@@ -1,0 +1,1 @@
+"""The machines of a room, one for each side, and what they are composed of."""

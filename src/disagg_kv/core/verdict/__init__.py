@@ -1,0 +1,1 @@
+"""How the ranks of one instance agree on the outcome of a room."""

@@ -1,0 +1,1 @@
+"""What an endpoint knows about other endpoints, and how it reaches them."""
