@@ -13,7 +13,8 @@ What the columns count:
 * changes: how often control goes from prefill's rooms to its transfers and posted writes, or back. Of the calls into
   the files below, in their order, those count that follow a call into the other side.
 
-    python benchmarks/walk.py
+    python -m benchmarks.walk            prints the table
+    python -m benchmarks.walk --check    compares it with the page of the architecture, which shows Python 3.11's
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ from disagg_kv import (
     shard,
 )
 from disagg_kv.channels import Hub, InprocChannel
-from disagg_kv.endpoints import Environment, Expectation
+from disagg_kv.endpoints import Delivery, Environment, Expectation, Reception
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import InprocTransport
 
 LAYERS, ROWS = 2, 100
+OURS = PageTable(GroupId("kv"), [6, 1, 4, 2, 0, 3, 7])
+THEIRS = PageTable(GroupId("kv"), [3, 0, 2, 1])
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 SIDES = {
     "endpoints/prefill/rooms.py": "rooms",
     "endpoints/prefill/room_table.py": "rooms",
@@ -137,31 +141,46 @@ class Walk:
             environment=Environment(clock=_clock, sleep=_sleep, thread=False),
         )
 
-    def request(self, name: bytes) -> list[Counted]:
-        """Send one request; what its three parts took, and all of it."""
+    def opened(self, name: bytes) -> tuple[Delivery, Reception, Counted]:
+        """A room of both sides whose prefill side has ``Expect``, and what that took."""
         room, source = RoomId(name), Source("prefill")
-        theirs, ours = PageTable(GroupId("kv"), [3, 0, 2, 1]), PageTable(GroupId("kv"), [6, 1, 4, 2, 0, 3, 7])
         calls = Calls()
         with calls.counted():
             reception = self.decode.open(room, source)
-            reception.expect(Expectation(ROWS, [theirs]))
+            reception.expect(Expectation(ROWS, [THEIRS]))
             delivery = self.prefill.open(room)
         steps = self._step(calls, lambda: delivery.phase is Phase.READY)
-        parts = [Counted("`open` and `expect`, until prefill has `Expect`", steps, calls.files)]
+        return delivery, reception, Counted("`open` and `expect`, until prefill has `Expect`", steps, calls.files)
+
+    def request(self, name: bytes) -> list[Counted]:
+        """Send one request; what its three parts took, and all of it."""
+        delivery, reception, opened = self.opened(name)
         calls = Calls()
         with calls.counted():
-            delivery.send_chunk(ROWS, [ours])
+            delivery.send_chunk(ROWS, [OURS])
         steps = self._step(calls, lambda: delivery.report.segments == 1)
-        parts.append(Counted("`send_chunk`, until prefill has `Landed`", steps, calls.files))
+        sent = Counted("`send_chunk`, until prefill has `Landed`", steps, calls.files)
         calls = Calls()
         with calls.counted():
             delivery.finish(ROWS)
-        steps = self._step(calls, lambda: delivery.released and reception.released)
-        parts.append(Counted("`finish`, until both sides are released", steps, calls.files))
-        assert delivery.phase is reception.phase is Phase.DONE, (delivery.error, reception.error)
-        self._step(Calls(), lambda: not self.prefill.open_rooms and not self.decode.open_rooms)
+        parts = [opened, sent, self._released(delivery, reception, calls, "`finish`, until both sides are released")]
         every = [file for part in parts for file in part.calls]
         return [*parts, Counted("the whole request", sum(part.steps for part in parts), every)]
+
+    def sent_at_once(self, name: bytes) -> Counted:
+        """What a request takes whose rows and end are handed over together, from there on."""
+        delivery, reception, _ = self.opened(name)
+        calls = Calls()
+        with calls.counted():
+            delivery.send_chunk(ROWS, [OURS])
+            delivery.finish(ROWS)
+        return self._released(delivery, reception, calls, "`send_chunk` and `finish`, until both sides are released")
+
+    def _released(self, delivery: Delivery, reception: Reception, calls: Calls, name: str) -> Counted:
+        steps = self._step(calls, lambda: delivery.released and reception.released)
+        assert delivery.phase is reception.phase is Phase.DONE, (delivery.error, reception.error)
+        self._step(Calls(), lambda: not self.prefill.open_rooms and not self.decode.open_rooms)
+        return Counted(name, steps, calls.files)
 
     def idle(self) -> list[Counted]:
         """What a step of each endpoint takes that has nothing to do."""
@@ -189,22 +208,26 @@ class Walk:
 
 
 def measure() -> list[Counted]:
-    """The second request between two endpoints, then idle steps."""
+    """The second request between two endpoints, idle steps, and a third request that is sent at once."""
     walk = Walk()
     try:
         walk.request(b"first")
-        return [*walk.request(b"second"), *walk.idle()]
+        return [*walk.request(b"second"), *walk.idle(), walk.sent_at_once(b"third")]
     finally:
         walk.close()
 
 
-def main() -> int:
-    """Measure and print a Markdown table."""
-    print("| part | steps | calls | files | changes |\n| --- | --: | --: | --: | --: |")
-    for counted in measure():
-        print(counted.row)
-    return 0
+def main(argv: Sequence[str]) -> int:
+    """Measure and print a Markdown table; with ``--check``, 1: the page shows another."""
+    rows = [counted.row for counted in measure()]
+    print("| part | steps | calls | files | changes |\n| --- | --: | --: | --: | --: |", *rows, sep="\n")
+    if "--check" not in argv:
+        return 0
+    shown = PAGE.read_text().splitlines()
+    stale = [row for row in rows if row not in shown]
+    print(*(f"docs/architecture.md does not show: {row}" for row in stale), sep="\n", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

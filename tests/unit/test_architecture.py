@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from xml.etree import ElementTree
 
@@ -131,3 +133,12 @@ def test_the_walk_in_numbers_counts_the_same_each_time() -> None:
     shown = [row.split(" | ")[0].removeprefix("| ") for row in rows("The walk in numbers")]
     assert shown == [counted.name for counted in first]
     assert all(counted.calls for counted in first)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the page shows the calls of Python 3.11")
+def test_the_numbers_of_the_walk_are_those_of_the_code() -> None:
+    """In a process of its own, where no earlier request has filled a cache."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.walk", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
