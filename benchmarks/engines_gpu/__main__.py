@@ -1,0 +1,152 @@
+"""Gaps, first tokens and throughput of prefill -> decode between vLLM instances, all pairs live at once.
+
+    python -m benchmarks.engines_gpu run --topology 1to1 --block 64 --model MODEL --out DIR
+    python -m benchmarks.engines_gpu merge FILES... > benchmarks/results/NAME.json
+    python -m benchmarks.engines_gpu table FILES...
+    python -m benchmarks.engines_gpu plot FILES... OUT.svg
+
+``run`` needs vLLM, NIXL, GPUs, and the model of ``benchmarks.engines_gpu.model``. It ends by itself within its limit,
+writes one JSON document, and prints its tables. The exit code is 1 if an instance did not start, a request failed, or
+tokens are not those of vLLM's ``NixlConnector``. ``go.sh`` does all of this on a host without a package index.
+
+The gap is the time from prefill's answer to decode's first token. TTFT counts from the request's arrival at the router.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from .cases import BLOCKS, CACHE_TOKENS, SOURCE, TOPOLOGIES, engine_args, modes_of, pairs_of, specs
+from .measure import Plan, Run, results
+from .model import Shape
+from .plot import plot
+from .tables import merged, of_run, runs, whole
+
+VERSIONS = ("torch", "triton", "vllm", "nixl")
+
+
+@frozen
+class Gpus:
+    """The GPUs of this host."""
+
+    names: Sequence[str]
+    driver: str
+
+    @classmethod
+    def here(cls) -> Gpus:
+        """As ``nvidia-smi`` lists them."""
+        query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+        lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip().splitlines()
+        names, drivers = zip(*(line.rsplit(", ", 1) for line in lines), strict=True)
+        return cls(names, drivers[0])
+
+
+def software(commit: str | None) -> dict[str, Any]:
+    """Versions, and the commit: as given, or that of this checkout."""
+    from disagg_kv.bench import machine
+
+    versions = {"python": platform.python_version(), **{name: machine.installed(name) for name in VERSIONS}}
+    return {"commit": commit or machine.commit(Path(__file__)), "versions": versions}
+
+
+def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> int:
+    """Run, write the document, print its tables; the exit code."""
+    names = given.pairs.split(",") if given.pairs else []
+    pairs = pairs_of(given.topology, names, given.other)
+    given.out.mkdir(parents=True, exist_ok=True)
+    logs = given.logs or given.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        pairs=pairs,
+        specs=specs(pairs, given.topology, given.block, len(gpus.names), given.model),
+        program=program,
+        logs=logs,
+        limit_s=given.limit_s,
+        reps=given.reps,
+        rounds=given.rounds,
+    )
+    used = software(given.commit)
+    run = Run(plan)
+    run.note(f"{given.topology}, blocks of {given.block}: {', '.join(mode.name for mode in modes_of(pairs))}")
+    asyncio.run(run.all())
+    document = {
+        "command": "python -m benchmarks.engines_gpu run",
+        **used,
+        "gpus": list(gpus.names),
+        "driver": gpus.driver,
+        "settings": settings(),
+        "topology": given.topology,
+        "block": given.block,
+        "pairs": [pair.name for pair in pairs],
+        "gpu_of": {one.name: one.env["CUDA_VISIBLE_DEVICES"] for both in plan.specs.values() for one in both},
+        "limit_s": given.limit_s,
+        **results(run),
+    }
+    file = given.out / f"engines_{given.topology}_{given.block}.json"
+    file.write_text(json.dumps(document) + "\n")
+    print(f"{of_run(document)}\n\n{file.name}: {file.stat().st_size:,} bytes", flush=True)
+    return 0 if document["ok"] else 1
+
+
+def settings() -> Mapping[str, Any]:
+    """What all runs share: the model, and vLLM's arguments but for block size and tensor parallelism."""
+    given = engine_args(0, 1)
+    for name in ("block_size", "tensor_parallel_size", "kv_cache_memory_bytes"):
+        del given[name]
+    return {"model": Shape().config(), "cache_tokens": CACHE_TOKENS, "args": given}
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure one topology and block size")
+    run.add_argument("--topology", choices=list(TOPOLOGIES), required=True)
+    run.add_argument("--block", type=int, choices=BLOCKS, required=True)
+    run.add_argument("--out", type=Path, required=True, help="folder of the document")
+    run.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "llama"))
+    run.add_argument("--limit-s", type=float, default=150.0, help="seconds of the whole run")
+    run.add_argument("--reps", type=int, default=10, help="at most, of each prompt length")
+    run.add_argument("--rounds", type=int, default=2, help="at most, of each load")
+    run.add_argument("--pairs", help="names with commas; all that can run")
+    run.add_argument("--other", type=Path, help=f"another source tree like {SOURCE.name}: the pair 'other'")
+    run.add_argument("--logs", type=Path, help="folder of the instances' logs; by itself in --out")
+    run.add_argument("--commit", help="of this checkout, where git cannot say")
+    for name, said in (("merge", "one document of several runs"), ("table", "Markdown")):
+        commands.add_parser(name, help=said).add_argument("files", type=Path, nargs="+")
+    drawn = commands.add_parser("plot", help="SVG of the gaps")
+    drawn.add_argument("files", type=Path, nargs="+")
+    drawn.add_argument("svg", type=Path)
+    drawn.add_argument("--topology", choices=list(TOPOLOGIES), default="1to1")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module."""
+    given = arguments(argv)
+    if given.command == "run":
+        return measure(given, Gpus.here(), (sys.executable, "-m", "benchmarks.engines_gpu.instance"))
+    documents = [json.loads(file.read_text()) for file in given.files]
+    if given.command == "merge":
+        print(json.dumps(merged(documents)))
+    elif given.command == "table":
+        print("\n\n".join(map(whole, documents)))
+    else:
+        every = {"runs": [run for document in documents for run in runs(document)]}
+        given.svg.write_text(plot(every, given.topology).svg())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Markdown of results: of one run, or of several that were merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from benchmarks.tables import Found, table
+
+from .cases import PEERS, TOPOLOGIES
+from .figures import Ratio, quantile, ratio
+
+SAME = ("commit", "gpus", "driver", "versions", "settings")
+"""What runs that are merged have in common."""
+
+
+def merged(documents: Sequence[Found]) -> dict[str, Any]:
+    """One document of several runs, which were made with the same commit on the same hardware.
+
+    Raises:
+        ValueError: they differ, or a run is red.
+    """
+    every = list(chain.from_iterable(map(runs, documents)))
+    first = documents[0]
+    for other in documents[1:]:
+        if different := [name for name in SAME if first[name] != other[name]]:
+            raise ValueError(f"runs that differ in {', '.join(different)} are not to be merged")
+    if red := [why for run in every for why in run["red"]]:
+        raise ValueError(f"a run is red: {red[0]}")
+    own = [{key: value for key, value in run.items() if key not in SAME} for run in every]
+    order = sorted(own, key=lambda run: (list(TOPOLOGIES).index(run["topology"]), run["block"]))
+    return {**{name: first[name] for name in SAME}, "runs": order}
+
+
+def runs(found: Found) -> list[Found]:
+    """Of a document of one run or of several."""
+    return list(found.get("runs", [found]))
+
+
+def whole(found: Found) -> str:
+    """All tables of all runs."""
+    return "\n\n".join(map(of_run, runs(found)))
+
+
+def of_run(run: Found) -> str:
+    """Requests that are alone, requests in flight together, and ours over the peers'."""
+    prefill, decode = TOPOLOGIES[run["topology"]]
+    said = f"TP {prefill}->{decode}, blocks of {run['block']} tokens: {max(_samples(run), default=0)} repetitions"
+    said += f", {max((len(one['requests_per_s']) for one in run['loads']), default=0)} rounds of each load."
+    said += "" if run["ok"] else f" **Red:** {'; '.join(run['red'])}."
+    parts = [said, table(_alone(run)), table(_loaded(run)), table(_ratios(run))]
+    return "\n\n".join(parts)
+
+
+def _samples(run: Found) -> Iterator[int]:
+    return (one["samples"] for one in run["singles"])
+
+
+def _lengths(run: Found) -> list[int]:
+    return sorted({one["tokens"] for one in run["singles"]})
+
+
+def _in_flight(run: Found) -> list[int]:
+    return sorted({one["in_flight"] for one in run["loads"]})
+
+
+def modes(run: Found) -> list[str]:
+    """In the order of the first repetition."""
+    return list(dict.fromkeys(one["mode"] for one in run["singles"]))
+
+
+def single(run: Found, mode: str, length: int) -> Found | None:
+    """The samples of a mode at a length of the prompt."""
+    return next((one for one in run["singles"] if (one["mode"], one["tokens"]) == (mode, length)), None)
+
+
+def load(run: Found, mode: str, in_flight: int) -> Found | None:
+    """The samples of a mode under a load."""
+    return next((one for one in run["loads"] if (one["mode"], one["in_flight"]) == (mode, in_flight)), None)
+
+
+def _alone(run: Found) -> Iterator[list[str]]:
+    lengths = _lengths(run)
+    names = ("gap", "TTFT")
+    heads = [f"{name}, {length:,}" for name in names for length in lengths]
+    yield ["one request: ms, p50 / p90", *heads, "between tokens", "same tokens"]
+    for mode in modes(run):
+        of = [single(run, mode, length) for length in lengths]
+        cells = [_p50_p90(one[f"{name.lower()}_ms"] if one else []) for name in names for one in of]
+        here = [one for one in of if one is not None]
+        between = _p50_p90([value for one in here for value in one["itl_ms"]], 2)
+        equal = f"{sum(one['equal'] for one in here)} of {sum(one['samples'] for one in here)}"
+        yield [mode, *cells, between, equal]
+
+
+def _loaded(run: Found) -> Iterator[list[str]]:
+    in_flight = _in_flight(run)
+    heads = [f"{name}, {number}" for number in in_flight for name in ("requests/s", "gap", "between tokens")]
+    yield ["in flight: ms, p50 / p90", *heads]
+    for mode in modes(run):
+        cells = []
+        for number in in_flight:
+            one = load(run, mode, number)
+            cells.append("" if one is None else f"{_mean(one['requests_per_s']):.1f}")
+            cells += [_p50_p90(_flat(one[f"{name}_ms"]) if one else []) for name in ("gap", "itl")]
+        yield [mode, *cells]
+
+
+def _ratios(run: Found) -> Iterator[list[str]]:
+    lengths, in_flight = _lengths(run), _in_flight(run)
+    heads = [f"gap, {length:,}" for length in lengths] + [f"requests/s, {number} in flight" for number in in_flight]
+    yield ["ratio, 95% interval", *heads]
+    there = modes(run)
+    for mode, peers in PEERS.items():
+        for peer in peers:
+            if mode in there and peer in there:
+                gaps = (gap_ratio(run, mode, peer, length) for length in lengths)
+                speeds = (_speeds(run, mode, peer, number) for number in in_flight)
+                yield [f"{mode} / {peer}", *("" if one is None else str(one) for one in gaps), *speeds]
+
+
+def gap_ratio(run: Found, mode: str, peer: str, length: int) -> Ratio | None:
+    """The gap of a mode over that of a peer."""
+    ours, theirs = single(run, mode, length), single(run, peer, length)
+    return ratio(ours["gap_ms"], theirs["gap_ms"]) if ours and theirs else None
+
+
+def _speeds(run: Found, mode: str, peer: str, in_flight: int) -> str:
+    """Requests per second over a peer's; of few rounds all, not an interval."""
+    ours, theirs = load(run, mode, in_flight), load(run, peer, in_flight)
+    if not ours or not theirs:
+        return ""
+    rounds = [a / b for a, b in zip(ours["requests_per_s"], theirs["requests_per_s"], strict=False)]
+    return f"{_mean(rounds):.2f} (rounds {min(rounds):.2f} to {max(rounds):.2f})"
+
+
+def headline(found: Found) -> str:
+    """The gap of ours, asked at once, beside the fastest of NIXL's connectors in either order, whichever that is."""
+
+    def rows() -> Iterator[list[str]]:
+        yield ["TP", "block", "prompt", "ours, ms", "fastest of NIXL's, ms", "which", "ours / NIXL's"]
+        for run in runs(found):
+            for length in _lengths(run):
+                gaps = {mode: _median(one["gap_ms"]) for mode in modes(run) if (one := single(run, mode, length))}
+                peers = {mode: gap for mode, gap in gaps.items() if mode.startswith(("nixl", "push"))}
+                ours = "ours, at once"
+                if ours in gaps and peers:
+                    best = min(peers, key=lambda mode: peers[mode])
+                    tp = "->".join(map(str, TOPOLOGIES[run["topology"]]))
+                    where = [tp, str(run["block"]), f"{length:,}"]
+                    values = [f"{gaps[ours]:.1f}", f"{peers[best]:.1f}", best]
+                    yield [*where, *values, f"**{gap_ratio(run, ours, best, length)}**"]
+
+    return table(rows())
+
+
+def _p50_p90(values: Sequence[float], digits: int = 1) -> str:
+    return "" if not values else f"{quantile(values, 0.5):.{digits}f} / {quantile(values, 0.9):.{digits}f}"
+
+
+def _flat(rounds: Sequence[Sequence[float]]) -> list[float]:
+    return list(chain.from_iterable(rounds))
+
+
+def _median(values: Sequence[float]) -> float:
+    return quantile(values, 0.5)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def medians(run: Found) -> Mapping[tuple[str, int], tuple[float, float]]:
+    """The median gap and its 90 % quantile, ms, by mode and length."""
+    return {
+        (one["mode"], one["tokens"]): (quantile(one["gap_ms"], 0.5), quantile(one["gap_ms"], 0.9))
+        for one in run["singles"]
+    }

@@ -1,0 +1,68 @@
+"""A program that speaks the lines of ``benchmarks/engines_gpu/instance.py`` and computes nothing.
+
+Tokens depend on the seed alone, as those of any right engine do. The variable ``FAKE_ENGINE`` names what an instance
+does instead, as ``push-decode=wrong``: ``wrong`` tokens, an ``error`` for each request, no answer (``silent``), or
+``end`` at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+PUSH = {"remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"}
+NEEDED = {
+    "DisaggKVConnector": {"instance", "addresses", "transfer_id"},
+    "NixlConnector": PUSH | {"remote_block_ids"},
+    "NixlPushConnector": PUSH,
+}
+"""What a decode instance reads of its parameters."""
+
+
+def params(connector: str, request: dict[str, Any]) -> dict[str, Any]:
+    """What a prefill instance returns."""
+    if connector == "DisaggKVConnector":
+        transfer = request["params"].get("transfer_id", f"of prefill {request['id']}")
+        found: dict[str, Any] = {"transfer_id": transfer, "instance": "one", "addresses": ["here"], "first_token": 7}
+    else:
+        found = {
+            "remote_engine_id": "one", "remote_block_ids": [[1, 2]], "remote_request_id": request["id"],
+            "remote_host": "127.0.0.1", "remote_port": 5600, "remote_num_tokens": request["length"],
+            "tp_size": 1, "dcp_size": 1, "pp_size": 1, "transfer_mode": "either",
+        }  # fmt: skip
+    return {"do_remote_prefill": True, "do_remote_decode": False, **found}
+
+
+def answer(config: dict[str, Any], request: dict[str, Any], fault: str) -> dict[str, Any]:
+    """To one request."""
+    connector, t0 = config["kv"]["kv_connector"], time.monotonic()
+    decode = config["kv"]["kv_role"] == "kv_consumer"
+    missing = NEEDED[connector] - set(request["params"]) if decode else set()
+    if fault == "error" or missing or request["params"].get("do_remote_prefill", False) is not decode:
+        return {"id": request["id"], "error": f"as asked for, or parameters are missing: {sorted(missing)}"}
+    seed = request["seed"] + (fault == "wrong")
+    tokens = np.random.default_rng(seed).integers(1000, size=request["new"]).tolist()
+    times = {"t0": t0, "t1": time.monotonic(), "t2": time.monotonic() + 1e-6}
+    return {"id": request["id"], "tokens": tokens, "params": None if decode else params(connector, request), **times}
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    config = json.loads(sys.argv[1])
+    faults = dict(one.split("=") for one in os.environ.get("FAKE_ENGINE", "").split(",") if one)
+    fault = faults.get(config["kv"]["engine_id"], "")
+    if fault == "end":
+        sys.exit("RuntimeError: no such GPU")
+    print(json.dumps({"id": "ready", "start_s": 0.1}), flush=True)
+    for line in sys.stdin:
+        if fault != "silent":
+            print(json.dumps(answer(config, json.loads(line), fault)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""The benchmark of engines on GPUs: what it starts, whose turn it is, what is red, and its figures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engines_gpu import __main__ as cli
+from benchmarks.engines_gpu import engines, measure
+from benchmarks.engines_gpu.cases import (
+    BLOCKS,
+    CACHE_TOKENS,
+    LOAD_TOKENS,
+    LOADS,
+    PAIRS,
+    PEERS,
+    TOPOLOGIES,
+    Mode,
+    modes_of,
+    pairs_of,
+    places,
+    specs,
+)
+from benchmarks.engines_gpu.engines import Live
+from benchmarks.engines_gpu.figures import quantile, ratio
+from benchmarks.engines_gpu.measure import turns
+from benchmarks.engines_gpu.plot import plot
+from benchmarks.engines_gpu.tables import headline, merged, whole
+from tests.support import fake_engine
+from tests.support.pages import ROOT
+
+FAKE = (sys.executable, str(ROOT / "tests" / "support" / "fake_engine.py"))
+TWO = cli.Gpus(("GPU of a test",) * 2, "driver 1")
+
+
+def arguments(out: Path, *more: str) -> argparse.Namespace:
+    common = ("--out", str(out), "--limit-s", "60", "--reps", "3", "--rounds", "2", "--commit", "f" * 40)
+    return cli.arguments(["run", "--topology", "1to1", "--block", "64", *common, *more])
+
+
+def run(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the document of a run with engines that compute nothing."""
+    given = arguments(out, *more)
+    code = cli.measure(given, TWO, FAKE)
+    document: dict[str, Any] = json.loads((out / f"engines_{given.topology}_{given.block}.json").read_text())
+    return code, document
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_each_rank_has_a_gpu_and_some_bytes_cross_between_gpus(topology: str, gpus: int) -> None:
+    prefill, decode = TOPOLOGIES[topology]
+    if topology == "2to2" and gpus == 2:
+        with pytest.raises(ValueError, match="2to2 needs 4 GPUs, and there are 2"):
+            places(topology, gpus)
+        return
+    of_prefill, of_decode = places(topology, gpus)
+    assert (len(set(of_prefill)), len(set(of_decode))) == (prefill, decode)
+    assert set(of_prefill) | set(of_decode) <= set(range(gpus))
+    assert set(of_prefill) != set(of_decode)
+    assert gpus < prefill + decode or not set(of_prefill) & set(of_decode)
+
+
+def test_the_packed_layout_runs_only_between_equal_sizes_and_another_tree_only_if_there_is_one(tmp_path: Path) -> None:
+    assert [pair.name for pair in pairs_of("1to1")] == ["ours", "nixl", "push", "nixl-packed", "push-packed"]
+    assert [pair.name for pair in pairs_of("2to1", other=tmp_path)] == ["ours", "nixl", "push", "other"]
+    with pytest.raises(ValueError, match="1to2 has no pairs push-packed: there are ours, nixl, push, other"):
+        pairs_of("1to2", ["ours", "push-packed"])
+    for names, other in ((["other"], None), (["ours"], tmp_path)):
+        with pytest.raises(ValueError, match="go together"):
+            pairs_of("1to1", names, other)
+
+
+def test_instances_share_no_port_and_no_id_and_the_cache_is_divided_among_ranks(tmp_path: Path) -> None:
+    pairs = pairs_of("2to1", other=tmp_path)
+    made = specs(pairs, "2to1", 16, 2, Path("model"))
+    every = [one for both in made.values() for one in both]
+    assert len({one.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for one in every}) == len(every)
+    assert len({one.config["kv"]["engine_id"] for one in every}) == len(every)
+    prefill, decode = made["ours"]
+    assert (prefill.env["CUDA_VISIBLE_DEVICES"], decode.env["CUDA_VISIBLE_DEVICES"]) == ("0,1", "1")
+    assert 2 * prefill.config["args"]["kv_cache_memory_bytes"] == decode.config["args"]["kv_cache_memory_bytes"]
+    assert prefill.config["args"]["block_size"] == 16
+    assert made["other"][0].env["PYTHONPATH"].split(":")[0] == str(tmp_path)
+    assert prefill.env["PYTHONPATH"].split(":")[0] == str(ROOT / "src")
+    packed = specs(pairs_of("1to1"), "1to1", 16, 2, Path("model"))["push-packed"]
+    assert {one.env["VLLM_KV_CACHE_LAYOUT"] for one in packed} == {"BHLNC"}
+
+
+def test_a_cache_holds_all_prompts_that_are_in_flight() -> None:
+    blocks = -(-(LOAD_TOKENS + measure.LOAD_NEW) // max(BLOCKS)) * max(BLOCKS)
+    assert max(LOADS) * blocks < CACHE_TOKENS
+
+
+def test_peers_are_modes_that_exist() -> None:
+    names = {mode.name for mode in modes_of(list(PAIRS.values()))}
+    assert set(PEERS) | {peer for peers in PEERS.values() for peer in peers} <= names
+
+
+def test_every_mode_has_every_place_in_a_turn_equally_often() -> None:
+    modes = modes_of(pairs_of("1to1"))
+    places_of = Counter((mode, place) for n in range(2 * len(modes)) for place, mode in enumerate(turns(modes, n)))
+    assert set(places_of.values()) == {2}
+
+
+@pytest.mark.parametrize("name", ["ours", "push"])
+def test_asked_at_once_decode_is_asked_before_prefill_has_answered(name: str) -> None:
+    """And after prefill, only then."""
+    asked: list[str] = []
+
+    class Stub:
+        def __init__(self, role: str, waits: bool = False) -> None:
+            self.role, self.other = role, asyncio.Event()
+            self.waits = waits
+            connector = "DisaggKVConnector" if name == "ours" else "NixlPushConnector"
+            self.config = {"kv": {"kv_role": role, "kv_connector": connector}}
+
+        async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+            asked.append(self.role)
+            if self.waits:
+                await asyncio.wait_for(self.other.wait(), 10)
+            found = fake_engine.answer(self.config, dict(request), "")
+            assert "error" not in found
+            return found
+
+    class Noticed(Stub):
+        async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+            prefill.other.set()
+            return await super().ask(request)
+
+    async def both() -> None:
+        live = Live(PAIRS[name], prefill, decode)  # type: ignore[arg-type]
+        await live.ask(Mode(name, "after prefill"), 1, 10, 4)
+        assert asked == ["kv_producer", "kv_consumer"]
+        assert prefill.other.is_set()
+        prefill.waits = True
+        prefill.other.clear()
+        sample = await live.ask(Mode(name, "at once"), 1, 10, 4)
+        assert sample.ttft >= 0
+        assert sorted(asked[2:]) == ["kv_consumer", "kv_producer"]
+
+    prefill, decode = Stub("kv_producer"), Noticed("kv_consumer")
+    asyncio.run(both())
+
+
+def test_a_ratio_is_that_of_pairs_and_its_interval_is_the_same_each_time() -> None:
+    slow = [1.0, 10.0, 2.0, 4.0]
+    found = ratio([one / 2 for one in slow], slow)
+    assert (found.median, found.low, found.high) == (0.5, 0.5, 0.5)
+    spread = ratio([1.0, 2.0, 3.0, 4.0, 5.0, 100.0], [1.0] * 7)
+    assert spread.low < spread.median < spread.high
+    assert spread == ratio([1.0, 2.0, 3.0, 4.0, 5.0, 100.0], [1.0] * 7)
+    assert str(found) == "0.50 (0.50 to 0.50)"
+    assert quantile([1.0, 2.0], 0.5) == 1.5
+    with pytest.raises(ValueError, match="no repetition"):
+        ratio([], [1.0])
+
+
+def test_a_run_gives_all_modes_the_same_prompts_in_turn_and_ends_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, document = run(tmp_path)
+    assert (code, document["ok"], document["red"]) == (0, True, [])
+    assert document["oracle"] == "nixl, after prefill"
+    names = {mode.name for mode in modes_of(pairs_of("1to1"))}
+    assert {one["mode"] for one in document["singles"]} == names == {one["mode"] for one in document["loads"]}
+    for one in document["singles"]:
+        assert one["samples"] == one["equal"] == len(one["gap_ms"]) == len(one["ttft_ms"]) == len(one["itl_ms"]) == 3
+    for one in document["loads"]:
+        assert len(one["requests_per_s"]) == len(one["gap_ms"]) == 2
+        assert one["compared"] == one["equal"] == one["first_equal"] == 2 * len(one["gap_ms"][0])
+    assert document["gpus"] == list(TWO.names)
+    assert document["commit"] == "f" * 40
+    assert set(document["ended_s"]) == {"start", "warm-up", "singles", "loads", "all"}
+    shown = capsys.readouterr().out
+    assert whole(document) in shown
+    assert "| ours, at once / push, at once |" in shown
+    assert "| 1->1 | 64 | 512 |" in headline(document)
+
+
+def test_the_plot_shows_every_mode_and_no_words_overlap(tmp_path: Path) -> None:
+    _, document = run(tmp_path)
+    for one in document["singles"]:
+        one["gap_ms"] = [one["tokens"] / 100 + len(one["mode"]), one["tokens"] / 80, one["tokens"] / 60]
+    document = merged([document, {**document, "block": 16}, {**document, "block": 128}])
+    assert [one["block"] for one in document["runs"]] == [16, 64, 128]
+    picture = plot(document, "1to1")
+    assert list(picture.clashes()) == []
+    assert all(f">{mode.name}<" in picture.svg() for mode in modes_of(pairs_of("1to1")))
+    with pytest.raises(ValueError, match="no run has the topology 2to1"):
+        plot(document, "2to1")
+
+
+def test_commands_print_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run(tmp_path, "--pairs", "ours,nixl")
+    file, svg = tmp_path / "engines_1to1_64.json", tmp_path / "plot.svg"
+    capsys.readouterr()
+    assert cli.main(["table", str(file)]) == 0
+    assert capsys.readouterr().out.strip() == whole(document)
+    assert cli.main(["merge", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out) == merged([document])
+    assert cli.main(["plot", str(file), str(svg)]) == 0
+    assert svg.read_text() == plot(document, "1to1").svg()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "still"),
+    [
+        ("push-decode=wrong", "push, at once, 512 tokens: 0 of 3 answers have the tokens of nixl, after prefill", True),
+        ("push-decode=error", "push, after prefill, 512 tokens: push-decode: as asked for", False),
+        ("push-prefill=end", "push has not started: push-prefill: the process has ended; RuntimeError: no such", False),
+    ],
+)
+def test_a_mode_with_wrong_tokens_or_failed_requests_is_red_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str, still: bool
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", fault)
+    code, document = run(tmp_path, "--pairs", "ours,nixl,push")
+    assert code == 1
+    assert any(why.startswith(reason) for why in document["red"]), document["red"]
+    assert all(why.startswith("push") for why in document["red"])
+    modes = Counter(one["mode"] for one in document["singles"])
+    assert (modes["ours, at once"], modes["nixl, after prefill"]) == (3, 3)
+    assert bool(modes["push, at once"]) is still
+    with pytest.raises(ValueError, match="red"):
+        merged([document])
+
+
+def test_without_any_instance_a_run_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "nixl-decode=end")
+    code, document = run(tmp_path, "--pairs", "nixl")
+    assert code == 1
+    assert document["red"][-1] == "nothing was measured"
+
+
+def test_a_run_that_comes_to_its_limit_measures_less_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repetitions and rounds are whole: each has all modes."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(measure.Run, "now", property(lambda _: float(next(clock))))
+    code, document = run(tmp_path, "--pairs", "ours,nixl", "--reps", "1000")
+    assert code == 0
+    lengths = Counter(one["samples"] for one in document["singles"])
+    assert len(lengths) == 1
+    assert next(iter(lengths)) < 1000
+
+
+def test_an_instance_that_does_not_answer_fails_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "ASK_S", 0.2)
+    monkeypatch.setenv("FAKE_ENGINE", "push-decode=silent")
+    code, document = run(tmp_path, "--pairs", "nixl,push")
+    assert code == 1
+    assert document["red"][0].endswith("push-decode has not answered push 0 within 0 s")
+    assert {one["mode"] for one in document["singles"]} == {"nixl, after prefill"}
+
+
+def test_a_run_that_hangs_ends_after_its_limit_with_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "GRACE_S", 0.0)
+    monkeypatch.setenv("FAKE_ENGINE", "push-decode=silent")
+    code, document = run(tmp_path, "--pairs", "push", "--limit-s", "3")
+    assert code == 1
+    assert document["red"] == ["the run was not over 0 s after its limit", "nothing was measured"]
+
+
+def test_runs_of_other_commits_or_hardware_are_not_merged(tmp_path: Path) -> None:
+    _, document = run(tmp_path, "--pairs", "ours,nixl")
+    for name, value in (("commit", "0" * 40), ("gpus", ["another"])):
+        with pytest.raises(ValueError, match=f"differ in {name}"):
+            merged([document, {**document, name: value}])
+
+
+@pytest.mark.slow
+def test_the_names_of_the_weights_are_those_of_a_llama(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors")
+    import torch
+
+    from benchmarks.engines_gpu.model import Shape, write
+
+    write(tmp_path, Shape(layers=2, hidden=64, heads=2, kv_heads=1, intermediate=32, vocabulary=100))
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes: dict[str, Sequence[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert {name: list(one.shape) for name, one in model.state_dict().items()} == {
+        n: list(s) for n, s in shapes.items()
+    }
