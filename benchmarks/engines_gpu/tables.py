@@ -48,6 +48,7 @@ def of_run(run: Found) -> str:
     prefill, decode = TOPOLOGIES[run["topology"]]
     said = f"TP {prefill}->{decode}, blocks of {run['block']} tokens: {max(_samples(run), default=0)} repetitions"
     said += f", {max((len(one['requests_per_s']) for one in run['loads']), default=0)} rounds of each load."
+    said += f" First contact failed once: {'; '.join(run['retried'])}." if run["retried"] else ""
     said += "" if run["ok"] else f" **Red:** {'; '.join(run['red'])}."
     parts = [said, table(_alone(run)), table(_loaded(run)), table(_ratios(run))]
     return "\n\n".join(parts)

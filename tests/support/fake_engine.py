@@ -1,8 +1,8 @@
 """A program that speaks the lines of ``benchmarks/engines_gpu/instance.py`` and computes nothing.
 
 Tokens depend on the seed alone, as those of any right engine do. The variable ``FAKE_ENGINE`` names what an instance
-does instead, as ``push-decode=wrong``: ``wrong`` tokens, an ``error`` for each request, no answer (``silent``), or
-``end`` at once.
+does instead, as ``push-decode=wrong``: ``wrong`` tokens, an ``error`` for each request or ``once``, no answer
+(``silent``), or ``end`` at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ NEEDED = {
     "NixlPushConnector": PUSH,
 }
 """What a decode instance reads of its parameters."""
+
+
+LATER_S = 10.0
+"""Decode's tokens are said to come so much later: after those of prefill in any order, and nothing waits for them."""
 
 
 def params(connector: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +51,8 @@ def answer(config: dict[str, Any], request: dict[str, Any], fault: str) -> dict[
         return {"id": request["id"], "error": f"as asked for, or parameters are missing: {sorted(missing)}"}
     seed = request["seed"] + (fault == "wrong")
     tokens = np.random.default_rng(seed).integers(1000, size=request["new"]).tolist()
-    times = {"t0": t0, "t1": time.monotonic(), "t2": time.monotonic() + 1e-6}
+    first = time.monotonic() + (LATER_S if decode else 0)
+    times = {"t0": t0, "t1": first, "t2": first + 1e-3}
     return {"id": request["id"], "tokens": tokens, "params": None if decode else params(connector, request), **times}
 
 
@@ -60,7 +65,10 @@ def main() -> None:
         sys.exit("RuntimeError: no such GPU")
     print(json.dumps({"id": "ready", "start_s": 0.1}), flush=True)
     for line in sys.stdin:
-        if fault != "silent":
+        if fault == "once":
+            print(json.dumps(answer(config, json.loads(line), "error")), flush=True)
+            fault = ""
+        elif fault != "silent":
             print(json.dumps(answer(config, json.loads(line), fault)), flush=True)
 
 

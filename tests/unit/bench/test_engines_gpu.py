@@ -238,7 +238,8 @@ def test_without_any_instance_a_run_is_red(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("FAKE_ENGINE", "nixl-decode=end")
     code, document = run(tmp_path, "--pairs", "nixl")
     assert code == 1
-    assert document["red"][-1] == "nothing was measured"
+    assert document["red"][0].startswith("nixl has not started")
+    assert document["singles"] == []
 
 
 def test_a_run_that_comes_to_its_limit_measures_less_and_says_so(
@@ -259,8 +260,32 @@ def test_an_instance_that_does_not_answer_fails_its_mode(tmp_path: Path, monkeyp
     monkeypatch.setenv("FAKE_ENGINE", "push-decode=silent")
     code, document = run(tmp_path, "--pairs", "nixl,push")
     assert code == 1
-    assert document["red"][0].endswith("push-decode has not answered push 0 within 0 s")
+    assert document["red"][0].endswith("push-decode has not answered push 1 within 0 s")
     assert {one["mode"] for one in document["singles"]} == {"nixl, after prefill"}
+
+
+@pytest.mark.parametrize("name", ["push", "ours"])
+def test_a_peer_may_fail_once_before_anything_counts_and_ours_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", f"{name}-decode=once")
+    code, document = run(tmp_path, "--pairs", "nixl,push,ours")
+    assert code == (name == "ours")
+    found = document["red"] if name == "ours" else document["retried"]
+    assert [why.split(":")[0] for why in found] == [f"{name}, after prefill, 512 tokens"]
+    assert ("First contact failed once" in whole(document)) is (name == "push")
+
+
+def test_a_run_that_an_error_ends_leaves_a_red_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_: measure.Run, __: float) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(measure.Run, "_loads", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, "--pairs", "nixl")
+    document = json.loads((tmp_path / "engines_1to1_64.json").read_text())
+    assert document["red"] == ["the run did not come to its end"]
+    assert document["singles"]
 
 
 def test_a_run_that_hangs_ends_after_its_limit_with_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +293,7 @@ def test_a_run_that_hangs_ends_after_its_limit_with_a_document(tmp_path: Path, m
     monkeypatch.setenv("FAKE_ENGINE", "push-decode=silent")
     code, document = run(tmp_path, "--pairs", "push", "--limit-s", "3")
     assert code == 1
-    assert document["red"] == ["the run was not over 0 s after its limit", "nothing was measured"]
+    assert document["red"] == ["the run was not over 0 s after its limit", "the run did not come to its end"]
 
 
 def test_runs_of_other_commits_or_hardware_are_not_merged(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_stands_between_marks_is_made_anew_and_nothing_else_is() -> None:
 def test_every_result_says_where_it_comes_from_and_is_shown(result: Path) -> None:
     found = json.loads(result.read_text())
     where = found.get("machine") or found.get("hardware", {})
-    assert found.get("gpu") or (where["cpu"] and where["cores"])
+    assert found.get("gpu") or found.get("gpus") or (where["cpu"] and where["cores"])
     assert found.get("versions") or where["versions"]
     assert len(found.get("commit") or where["commit"]) == 40, "measure in a clean checkout"
     assert result.name in VIEWS
