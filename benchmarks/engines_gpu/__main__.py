@@ -54,7 +54,7 @@ class Gpus:
 
 def software(commit: str | None) -> dict[str, Any]:
     """Versions, and the commit: as given, or that of this checkout."""
-    from disagg_kv.bench import machine
+    from bench import machine
 
     versions = {"python": platform.python_version(), **{name: machine.installed(name) for name in VERSIONS}}
     return {"commit": commit or machine.commit(Path(__file__)), "versions": versions}
