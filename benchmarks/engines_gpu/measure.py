@@ -90,7 +90,8 @@ class Run:
             async with asyncio.timeout(self.plan.limit_s + GRACE_S):
                 await self._start()
                 loads_s = await self._warm_up()
-                reserved = min(loads_s * self.plan.rounds, (self.plan.limit_s - self.now) / 2)
+                left_s = self.plan.limit_s - self.now
+                reserved = min(loads_s * self.plan.rounds, max(loads_s, left_s / 2))
                 await self._singles(self.plan.limit_s - reserved)
                 await self._loads(loads_s)
         except TimeoutError:
@@ -198,7 +199,7 @@ class Run:
         """Rounds of all loads, as many as fit."""
         for number in range(self.plan.rounds):
             began = self.now
-            if began + expected_s > self.plan.limit_s:
+            if began + expected_s > self.plan.limit_s + (0 if number else GRACE_S / 2):
                 self.note(f"{number} of {self.plan.rounds} rounds")
                 break
             for in_flight, requests in self.plan.loads.items():

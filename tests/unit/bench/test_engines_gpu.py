@@ -164,10 +164,14 @@ def test_a_ratio_is_that_of_pairs_and_its_interval_is_the_same_each_time() -> No
         ratio([], [1.0])
 
 
-def test_a_run_gives_all_modes_the_same_prompts_in_turn_and_ends_well(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, document = run(tmp_path)
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """A run of all pairs."""
+    return run(tmp_path_factory.mktemp("complete"))
+
+
+def test_a_run_gives_all_modes_the_same_prompts_in_turn_and_ends_well(complete: tuple[int, dict[str, Any]]) -> None:
+    code, document = complete
     assert (code, document["ok"], document["red"]) == (0, True, [])
     assert document["oracle"] == "nixl, after prefill"
     names = {mode.name for mode in modes_of(pairs_of("1to1"))}
@@ -180,14 +184,12 @@ def test_a_run_gives_all_modes_the_same_prompts_in_turn_and_ends_well(
     assert document["gpus"] == list(TWO.names)
     assert document["commit"] == "f" * 40
     assert set(document["ended_s"]) == {"start", "warm-up", "singles", "loads", "all"}
-    shown = capsys.readouterr().out
-    assert whole(document) in shown
-    assert "| ours, at once / push, at once |" in shown
+    assert "| ours, at once / push, at once |" in whole(document)
     assert "| 1->1 | 64 | 512 |" in headline(document)
 
 
-def test_the_plot_shows_every_mode_and_no_words_overlap(tmp_path: Path) -> None:
-    _, document = run(tmp_path)
+def test_the_plot_shows_every_mode_and_no_words_overlap(complete: tuple[int, dict[str, Any]]) -> None:
+    document = json.loads(json.dumps(complete[1]))
     for one in document["singles"]:
         one["gap_ms"] = [one["tokens"] / 100 + len(one["mode"]), one["tokens"] / 80, one["tokens"] / 60]
     document = merged([document, {**document, "block": 16}, {**document, "block": 128}])
@@ -202,7 +204,7 @@ def test_the_plot_shows_every_mode_and_no_words_overlap(tmp_path: Path) -> None:
 def test_commands_print_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, document = run(tmp_path, "--pairs", "ours,nixl")
     file, svg = tmp_path / "engines_1to1_64.json", tmp_path / "plot.svg"
-    capsys.readouterr()
+    assert whole(document) in capsys.readouterr().out
     assert cli.main(["table", str(file)]) == 0
     assert capsys.readouterr().out.strip() == whole(document)
     assert cli.main(["merge", str(file)]) == 0
