@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.convert_tables import converted
 from benchmarks.engine_tables import sglang, vllm
+from benchmarks.engines_gpu.tables import headline, whole
 from benchmarks.fleet_tables import fleet, links, scale
 from benchmarks.mapped_tables import (
     bells,
@@ -581,6 +582,8 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_bells.json": bells,
     "h100_busy.json": gpu_busy,
     "h100_launch.json": gpu_launch,
+    "h200_engines.json": whole,
+    "h200_engines.json, headline": headline,
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
     "h200_pipeline_quiet.json": gpu_pipeline,

@@ -11,12 +11,12 @@ from benchmarks.tables import Found, table
 from .cases import PEERS, TOPOLOGIES
 from .figures import Ratio, quantile, ratio
 
-SAME = ("commit", "gpus", "driver", "versions", "settings")
+SAME = ("gpus", "driver", "versions", "settings")
 """What runs that are merged have in common."""
 
 
 def merged(documents: Sequence[Found]) -> dict[str, Any]:
-    """One document of several runs, which were made with the same commit on the same hardware.
+    """One document of several runs, which were made on the same hardware; each keeps its commit, and the last names all.
 
     Raises:
         ValueError: they differ, or a run is red.
@@ -30,7 +30,7 @@ def merged(documents: Sequence[Found]) -> dict[str, Any]:
         raise ValueError(f"a run is red: {red[0]}")
     own = [{key: value for key, value in run.items() if key not in SAME} for run in every]
     order = sorted(own, key=lambda run: (list(TOPOLOGIES).index(run["topology"]), run["block"]))
-    return {**{name: first[name] for name in SAME}, "runs": order}
+    return {"commit": documents[-1]["commit"], **{name: first[name] for name in SAME}, "runs": order}
 
 
 def runs(found: Found) -> list[Found]:
@@ -137,23 +137,23 @@ def _speeds(run: Found, mode: str, peer: str, in_flight: int) -> str:
 
 
 def headline(found: Found) -> str:
-    """The gap of ours, asked at once, beside the fastest of NIXL's connectors in either order, whichever that is."""
+    """The gap of ours, asked at once, over that of the fastest mode of NIXL's connectors."""
 
     def rows() -> Iterator[list[str]]:
-        yield ["TP", "block", "prompt", "ours, ms", "fastest of NIXL's, ms", "which", "ours / NIXL's"]
+        lengths = _lengths(runs(found)[0])
+        yield ["ours / fastest of NIXL's: ms, and the ratio", *(f"{length:,} tokens" for length in lengths)]
         for run in runs(found):
-            for length in _lengths(run):
-                gaps = {mode: _median(one["gap_ms"]) for mode in modes(run) if (one := single(run, mode, length))}
-                peers = {mode: gap for mode, gap in gaps.items() if mode.startswith(("nixl", "push"))}
-                ours = "ours, at once"
-                if ours in gaps and peers:
-                    best = min(peers, key=lambda mode: peers[mode])
-                    tp = "->".join(map(str, TOPOLOGIES[run["topology"]]))
-                    where = [tp, str(run["block"]), f"{length:,}"]
-                    values = [f"{gaps[ours]:.1f}", f"{peers[best]:.1f}", best]
-                    yield [*where, *values, f"**{gap_ratio(run, ours, best, length)}**"]
+            prefill, decode = TOPOLOGIES[run["topology"]]
+            yield [f"TP {prefill}->{decode}, blocks of {run['block']}", *(_against_best(run, one) for one in lengths)]
 
     return table(rows())
+
+
+def _against_best(run: Found, length: int) -> str:
+    gaps = {mode: _median(one["gap_ms"]) for mode in modes(run) if (one := single(run, mode, length))}
+    best = min((mode for mode in gaps if mode.startswith(("nixl", "push"))), key=lambda mode: gaps[mode])
+    found = gap_ratio(run, "ours, at once", best, length)
+    return f"{gaps['ours, at once']:.1f} / {gaps[best]:.1f}: **{found}**"
 
 
 def _p50_p90(values: Sequence[float], digits: int = 1) -> str:

@@ -298,11 +298,13 @@ def test_a_run_that_hangs_ends_after_its_limit_with_a_document(tmp_path: Path, m
     assert document["red"] == ["the run was not over 0 s after its limit", "the run did not come to its end"]
 
 
-def test_runs_of_other_commits_or_hardware_are_not_merged(tmp_path: Path) -> None:
+def test_runs_of_other_hardware_are_not_merged_and_each_keeps_its_commit(tmp_path: Path) -> None:
     _, document = run(tmp_path, "--pairs", "ours,nixl")
-    for name, value in (("commit", "0" * 40), ("gpus", ["another"])):
-        with pytest.raises(ValueError, match=f"differ in {name}"):
-            merged([document, {**document, name: value}])
+    with pytest.raises(ValueError, match="differ in gpus"):
+        merged([document, {**document, "gpus": ["another"]}])
+    both = merged([document, {**document, "commit": "0" * 40}])
+    assert [one["commit"] for one in both["runs"]] == ["f" * 40, "0" * 40]
+    assert both["commit"] == "0" * 40
 
 
 @pytest.mark.slow
