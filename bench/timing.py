@@ -82,6 +82,8 @@ class Timed:
     It only records times while it is used, and decodes the frames afterwards.
     """
 
+    eager = True
+
     def __init__(self, inner: UnixChannel) -> None:
         self._inner = inner
         self._codec = Codec()
@@ -102,9 +104,9 @@ class Timed:
         self._notes.append((time.monotonic(), frames))
         return self._inner.send_all(address, frames)
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
+    def poll(self) -> Sequence[News]:
         """What came in; a grant stops its clock."""
-        came = self._inner.poll(timeout_s)
+        came = self._inner.poll()
         frames = [event.frame for event in came if isinstance(event, Arrived)]
         if frames:
             self._notes.append((time.monotonic(), frames))
@@ -125,9 +127,9 @@ class Timed:
                         granted.append(Granted(at - asked[0], asked[1], len(frame)))
         return granted
 
-    def nap(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """The inner channel's."""
-        self._inner.nap(timeout_s)
+        self._inner.wait(timeout_s)
 
     def wake(self) -> None:
         """The inner channel's."""

@@ -187,7 +187,7 @@ class Rank:
             with policy(off):
                 self._ends[variant] = end = self._endpoint(variant)
             if NAPS in off:
-                end._loop._naps = None
+                end._loop._naps = False
         self._handles: dict[str, list[Any]] = {}
         self._before: dict[str, float] = {}
 

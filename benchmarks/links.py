@@ -72,7 +72,7 @@ def answer(pipe: Connection, kind: str, folder: str, peers: int) -> None:
     pipe.send([one.address for one in channels])
     while not pipe.poll():
         for one in channels:
-            for event in one.poll(0.0):
+            for event in one.poll():
                 if isinstance(event, Arrived) and event.frame:
                     one.send(event.frame.decode(), b"answer")
                 elif isinstance(event, Arrived):
@@ -103,7 +103,7 @@ def of_channel(kind: str, peers: int) -> Link:
 
             def good() -> bool:
                 nonlocal came
-                came += sum(isinstance(one, Arrived) for one in me.poll(0.0))
+                came += sum(isinstance(one, Arrived) for one in me.poll())
                 return came >= len(some)
 
             for address in some:
@@ -117,7 +117,7 @@ def of_channel(kind: str, peers: int) -> Link:
             for address in some:
                 me.forget(address)
             time.sleep(PAUSE_S)
-            me.poll(0.0)
+            me.poll()
 
         meet(addresses[:BEFORE])
         found = rounds(kind, addresses[BEFORE:], meet, part)

@@ -217,7 +217,8 @@ class Timed:
         self._codec = Codec()
         self._asked = 0.0
         self.took: list[float] = []
-        self.address, self.wake, self.forget, self.close = inner.address, inner.wake, inner.forget, inner.close
+        self.address, self.eager = inner.address, inner.eager
+        self.wait, self.wake, self.forget, self.close = inner.wait, inner.wake, inner.forget, inner.close
 
     def send(self, address: str, frame: bytes) -> bool:
         """Pass a frame on."""
@@ -225,9 +226,9 @@ class Timed:
             self._asked = time.perf_counter()
         return self._inner.send(address, frame)
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
+    def poll(self) -> Sequence[News]:
         """What came in."""
-        came, at = self._inner.poll(timeout_s), time.perf_counter()
+        came, at = self._inner.poll(), time.perf_counter()
         if any(isinstance(one, Arrived) and isinstance(self._codec.decode(one.frame), Grant) for one in came):
             self.took.append(at - self._asked)
         return came
@@ -273,7 +274,7 @@ class Measured:
         """One round."""
         began = time.thread_time()
         for _ in range(POLLS):
-            self.channel.poll(0.0)
+            self.channel.poll()
         middle = time.thread_time()
         for _ in range(POLLS):
             self.end.driver.step()

@@ -211,8 +211,8 @@ def _heard(*parts: bytes) -> tuple[list[bytes], bool]:
         for part in parts:
             with suppress(BrokenPipeError):  # he was refused before he was through
                 guest.sendall(part)
-            news += inbox.poll(0.0)
-    while more := inbox.poll(0.0):
+            news += inbox.poll()
+    while more := inbox.poll():
         news += more
     assert all(isinstance(one, Arrived) or one == Rejected(messages=1) for one in news), news
     frames = [one.frame for one in news if isinstance(one, Arrived)]

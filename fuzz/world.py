@@ -91,8 +91,8 @@ class _Overheard:
     def __init__(self, inner: Channel, heard: list[bytes]) -> None:
         self._inner = inner
         self._heard = heard
-        self.address = inner.address
-        self.wake, self.forget, self.close = inner.wake, inner.forget, inner.close
+        self.address, self.eager = inner.address, inner.eager
+        self.wait, self.wake, self.forget, self.close = inner.wait, inner.wake, inner.forget, inner.close
 
     def send(self, address: str, frame: bytes) -> bool:
         """Remember and pass on."""
@@ -100,9 +100,9 @@ class _Overheard:
         del self._heard[:-64]
         return self._inner.send(address, frame)
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
+    def poll(self) -> Sequence[News]:
         """Pass on."""
-        return self._inner.poll(timeout_s)
+        return self._inner.poll()
 
 
 class World:

@@ -35,6 +35,7 @@ Message = Sequence[bytes]
 class SimChannel:
     """One life's inbox; satisfies :class:`~disagg_kv.channels.Channel`. Whatever it sends, the network has."""
 
+    eager = False
     link_cost = LINK
     """Nothing; the endpoint's own part counts."""
 
@@ -56,12 +57,15 @@ class SimChannel:
         if self.process.send_raises:
             raise RuntimeError("sim: the channel's send failed")
 
-    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
-        """What came in; never waits."""
+    def poll(self) -> Sequence[Arrived | Closed | Opened]:
+        """What came in."""
         if not self.inbox:
             return ()
         came, self.inbox = self.inbox, []
         return came
+
+    def wait(self, timeout_s: float) -> None:
+        """Time passes between the steps of endpoints, not in them."""
 
     def wake(self) -> None:
         """The endpoint has something to do."""

@@ -248,6 +248,8 @@ class Wires:
 class FleetChannel:
     """The inbox of one rank; satisfies :class:`~disagg_kv.channels.Channel` and ``SupportsBatches``."""
 
+    eager = False
+
     def __init__(self, wires: Wires, host: Host) -> None:
         self._wires = wires
         self.host = host
@@ -265,12 +267,15 @@ class FleetChannel:
         self._wires.send(self, address, tuple(frames))
         return True
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        """What came in; never waits."""
+    def poll(self) -> Sequence[News]:
+        """What came in."""
         if not self.inbox:
             return ()
         came, self.inbox = self.inbox, []
         return came
+
+    def wait(self, timeout_s: float) -> None:
+        """Time passes between the steps of endpoints, not in them."""
 
     def wake(self) -> None:
         """The endpoint has something to do."""

@@ -6,7 +6,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from disagg_kv.channels import Arrived, UnixChannel, ZmqChannel
 channel = (UnixChannel if sys.argv[1].startswith("unix:") else ZmqChannel)(sys.argv[1])
 print(channel.address, flush=True)
 while True:
-    for event in channel.poll(60):
+    channel.wait(60)
+    for event in channel.poll():
         if isinstance(event, Arrived):
             print(event.frame.decode(), flush=True)
 """
@@ -38,11 +39,17 @@ def unused_port() -> int:
             return port
 
 
+def take(channel: Channel, timeout_s: float) -> Sequence[News]:
+    """What comes in; waits once, up to ``timeout_s``, and perhaps in vain."""
+    channel.wait(timeout_s)
+    return channel.poll()
+
+
 def wait_for(channel: Channel, *wanted: News) -> list[News]:
     """Poll until all of ``wanted`` came; everything that came. The test's own timeout bounds it."""
     came: list[News] = []
     while not all(event in came for event in wanted):
-        came.extend(channel.poll(60))
+        came.extend(take(channel, 60))
     return came
 
 

@@ -246,13 +246,22 @@ class Over:
         """The inner one's."""
         return self._inner.address
 
+    @property
+    def eager(self) -> bool:
+        """The inner one's."""
+        return self._inner.eager
+
     def send(self, address: str, frame: bytes) -> bool:
         """Pass on."""
         return self._inner.send(address, frame)
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
+    def poll(self) -> Sequence[News]:
         """Pass on."""
-        return self._inner.poll(timeout_s)
+        return self._inner.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """Pass on."""
+        self._inner.wait(timeout_s)
 
     def wake(self) -> None:
         """Pass on."""

@@ -99,9 +99,19 @@ News = Arrived | Closed | Opened | Denied | Rejected
 class Channel(Protocol):
     """An inbox with an address, and best-effort sending to other addresses.
 
-    A frame arrives whole and at most once, or not at all. Between two endpoints frames usually arrive in order. One
-    thread makes all calls except ``wake``. It must poll regularly, because a frame may leave only during ``poll``.
+    A frame arrives whole and at most once, or not at all. Between two endpoints frames usually arrive in order.
+
+    One thread at a time makes all calls except ``wait`` and ``wake``: its owner. The owner must poll regularly, because
+    a frame may leave only during ``poll``. Any thread may wait meanwhile, and several at once.
     """
+
+    @property
+    def eager(self) -> bool:
+        """True: a frame goes from the thread that sends to the one that waits, and no thread between them has to wake.
+
+        An endpoint then sends what a peer waits for at once, and waits for messages where it otherwise sleeps.
+        """
+        ...
 
     @property
     def address(self) -> str:
@@ -116,12 +126,22 @@ class Channel(Protocol):
         """
         ...
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
+    def poll(self) -> Sequence[News]:
+        """What came in since the last call; never blocks."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until ``poll`` would return something, ``wake`` was called since the last ``poll``, or time is over.
+
+        Any thread may call it, beside all other calls, ``close`` included. It takes nothing in and changes nothing: a
+        poll by the owner may come before the thread that waits has noticed, and then it goes on waiting. It may return
+        early, and is accurate to microseconds. It releases the interpreter lock. ``close`` first makes it return;
+        afterwards it returns at once.
+        """
         ...
 
     def wake(self) -> None:
-        """Make a waiting ``poll`` return; from any thread."""
+        """Make every ``wait`` return, the next one included, until the next ``poll``; from any thread, at any time."""
         ...
 
     def forget(self, address: str) -> None:
@@ -129,7 +149,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop; nothing is received or sent afterwards."""
+        """Stop; nothing is received or sent afterwards. A thread that waits returns."""
         ...
 
 
@@ -143,15 +163,6 @@ class SupportsBatches(Protocol):
         Raises:
             ConfigurationError: none, too many, or together more than MAX_FRAME bytes.
         """
-        ...
-
-
-@runtime_checkable
-class SupportsNaps(Protocol):
-    """A channel whose waits are accurate to microseconds: between two polls of a device, a thread can wait on it."""
-
-    def nap(self, timeout_s: float) -> None:
-        """Sleep for ``timeout_s`` seconds, or until :meth:`Channel.poll` would return at once."""
         ...
 
 

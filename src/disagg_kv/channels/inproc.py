@@ -40,6 +40,7 @@ class InprocChannel:
         ConfigurationError: an open channel has that name.
     """
 
+    eager = False
     link_cost = LinkCost(200, 0)
     """Two entries of a table."""
 
@@ -49,7 +50,10 @@ class InprocChannel:
         self._frames = 0
         self._inbox: deque[News] = deque()
         self._closed = False
-        self._bell: SimpleQueue[None] = SimpleQueue()  # no lock: a signal handler may interrupt ``wake`` and call it
+        # No lock: a signal handler may interrupt ``wake`` and call it. A thread that waits first shows its queue and
+        # then looks at ``_woken``; ``wake`` does the reverse, so one of the two sees what the other did.
+        self._woken = False
+        self._waiting: list[SimpleQueue[None]] = []
         with hub._lock:
             if self._address in hub._open:
                 raise ConfigurationError(f"channel {self._address}: the address is in use")
@@ -82,22 +86,31 @@ class InprocChannel:
             other._put(Arrived(bytes(frame)))
             return True
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
-        with suppress(Empty):
-            self._bell.get(timeout=0.0 if self._inbox or self._closed else max(0.0, timeout_s))
-            while not self._bell.empty():
-                self._bell.get_nowait()
+    def poll(self) -> Sequence[News]:
+        """What came in."""
         with self._hub._lock:
+            self._woken = self._closed
             came = tuple(self._inbox)
             self._inbox.clear()
             self._frames = 0
             return came
 
+    def wait(self, timeout_s: float) -> None:
+        """See :meth:`~disagg_kv.channels.Channel.wait`."""
+        mine: SimpleQueue[None] = SimpleQueue()
+        self._waiting.append(mine)
+        try:
+            if not self._woken:
+                with suppress(Empty):
+                    mine.get(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
+        finally:
+            self._waiting.remove(mine)
+
     def wake(self) -> None:
-        """Make a waiting ``poll`` return; from any thread, also after ``close``."""
-        if self._bell.empty():
-            self._bell.put(None)
+        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
+        self._woken = True
+        for one in tuple(self._waiting):
+            one.put(None)
 
     def forget(self, address: str) -> None:
         """Report no more events of that address until the next frame is sent to it."""

@@ -6,7 +6,6 @@ either side, and each of them has to wake first. ``python -m bench grant`` measu
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import socket
@@ -14,7 +13,8 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from math import inf
 from pathlib import Path
 
 from attrs import define, field
@@ -34,6 +34,7 @@ from .base import (
     check_together,
 )
 from .files import claimed, listening
+from .waiting import Timer, Waiter
 
 SCHEME = "unix://"
 
@@ -49,18 +50,7 @@ BACKLOG = 1024
 RECONNECT_S = 0.05, 1.0
 """Between two attempts to reach an address, at first and at most."""
 
-LONGEST_S = 1e6
-"""The longest wait; the kernel's numbers end somewhere."""
-
 _COUNT = struct.Struct("<I")
-
-
-class _PollFd(ctypes.Structure):
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
 @define(eq=False)
@@ -95,7 +85,7 @@ class _Caller:
 
 
 class UnixChannel:
-    """A listening socket as inbox and one per destination; a :class:`Channel` with batches and exact waits.
+    """A listening socket as inbox and one per destination; a :class:`Channel` with batches.
 
     As with :class:`ZmqChannel`, the first frames to an address are kept until its connection is established. When a
     connection breaks, its queue is dropped. A process that returns at the old address therefore gets no old frames. The
@@ -103,6 +93,9 @@ class UnixChannel:
 
     The kernel reports the user at the other end, and only processes of the same user are accepted. Only the owner can
     use the socket's file. ``close`` removes it. Linux only.
+
+    ``wait`` waits for one epoll object with all sockets, the descriptor of ``wake`` and a timer for the next attempt to
+    connect. Each stays readable until a poll has done what it stands for, so nothing is lost between the two.
 
     Args:
         bind: ``unix:///path``.
@@ -112,6 +105,7 @@ class UnixChannel:
         ConfigurationError: an address that is in use or cannot be bound.
     """
 
+    eager = True
     link_cost = LinkCost(1_200, 2)
     """A socket in each direction; benchmarks/links.py measures both numbers."""
 
@@ -126,29 +120,25 @@ class UnixChannel:
         self._file = Path(bind.removeprefix(SCHEME))
         if not hasattr(select, "epoll"):
             raise ConfigurationError(f"channel {bind!r}: needs Linux")
-        self._ppoll = ctypes.CDLL(None).ppoll  # the waits of ``select`` are rounded up to milliseconds
         self._links: dict[str, _Link] = {}
         self._linked: dict[int, _Link] = {}
         self._down: dict[str, _Link] = {}
         self._callers: dict[int, _Caller] = {}
         self._events: list[News] = []
-        self._accepts_at: float | None = None
-        self._closed = False
+        self._accepts_at = inf
         with ExitStack() as made:
             try:
-                self._waker, self._woken = (made.enter_context(sock) for sock in socket.socketpair())
                 self._epoll = made.enter_context(select.epoll())
+                self._timer = made.enter_context(closing(Timer()))
+                self._waiter: Waiter | None = Waiter(self._epoll)
                 with claimed(bind, self._file):
                     self._inbox = made.enter_context(listening(self._file, BACKLOG))
                     self._inode = self._file.stat().st_ino
-                for sock in (self._woken, self._waker):
-                    sock.setblocking(False)
                 self._epoll.register(self._inbox, select.EPOLLIN)
-                self._epoll.register(self._woken, select.EPOLLIN)
+                self._epoll.register(self._timer, select.EPOLLIN)
             except (OSError, ValueError) as exc:
                 raise ConfigurationError(f"channel {bind!r}: cannot be bound: {exc}") from exc
             self._made = made.pop_all()
-        self._awaited = _PollFd(self._epoll.fileno(), select.POLLIN, 0)
 
     @property
     def address(self) -> str:
@@ -170,14 +160,18 @@ class UnixChannel:
         check_together(address, frames)
         link = self._links.get(address)
         if link is None:
-            if self._closed:
+            if self._waiter is None:
                 return False
             if (reason := _unreachable(address)) is not None:
                 if (denied := Denied(address, reason)) not in self._events:
                     self._events.append(denied)
+                    self.wake()
                 return False
             link = self._links[address] = _Link(address)
             self._connect(link)
+            self._timer.set(self._next_at())
+            if self._events:
+                self.wake()
         if link.lost or len(link.unsent) >= self._high_water:
             return False
         head = struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames))
@@ -186,22 +180,29 @@ class UnixChannel:
             self._push(link, link.sock)
         return True
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        """Events since the last call; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
+    def poll(self) -> Sequence[News]:
+        """Events since the last call; never blocks.
 
         Frames come before events of connections: a process's last frames precede its ``Closed``.
         """
         self._home.check()
-        if self._closed:
+        if (waiter := self._waiter) is None:
             return ()
-        if timeout_s > 0 and not self._events:
-            self._wait(timeout_s)
+        try:
+            return self._poll(waiter)
+        except BaseException:
+            self.wake()  # what it left is there for the next poll
+            raise
+
+    def _poll(self, waiter: Waiter) -> Sequence[News]:
         came: list[News] = []
         links: list[tuple[_Link, int]] = []
         callers: list[_Caller] = []
         for number, flags in self._epoll.poll(0):
-            if number == self._woken.fileno():
-                self._woken.recv(4096)
+            if number == waiter.fileno():
+                waiter.clear()
+            elif number == self._timer.fileno():
+                continue  # until it is set anew below
             elif number == self._inbox.fileno():
                 callers += self._accept()
             elif number in self._linked:
@@ -218,19 +219,20 @@ class UnixChannel:
             if flags & select.EPOLLOUT and link.sock is not None:
                 self._push(link, link.sock)
         self._retry()
+        self._timer.set(self._next_at())
         came += self._events
         self._events = []
         return came
 
-    def nap(self, timeout_s: float) -> None:
-        """See :class:`~disagg_kv.channels.SupportsNaps`."""
-        if not self._closed and not self._events:
-            self._wait(timeout_s)
+    def wait(self, timeout_s: float) -> None:
+        """See :meth:`~disagg_kv.channels.Channel.wait`."""
+        if (waiter := self._waiter) is not None:
+            waiter.wait(timeout_s)
 
     def wake(self) -> None:
-        """Make a waiting ``poll`` return; from any thread, also after ``close``."""
-        with suppress(OSError):  # full: it is awake already; closed: no thread waits
-            self._waker.send(b"\0")
+        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
+        if (waiter := self._waiter) is not None:
+            waiter.set()
 
     def forget(self, address: str) -> None:
         """Close the connection to an address that is no longer needed, and drop its queue."""
@@ -242,9 +244,10 @@ class UnixChannel:
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards. Frames already in a peer's socket still arrive there."""
         self._home.check()
-        if self._closed:
+        waiter, self._waiter = self._waiter, None
+        if waiter is None:
             return
-        self._closed = True
+        waiter.set()
         for address in list(self._links):
             self.forget(address)
         for caller in list(self._callers.values()):
@@ -253,17 +256,6 @@ class UnixChannel:
             if self._file.stat().st_ino == self._inode:
                 self._file.unlink()
         self._made.close()
-
-    def _wait(self, timeout_s: float) -> None:
-        """Until something can be read or written, ``wake``, a link is to be tried again, or the time is over."""
-        again = [link.retry_at for link in self._down.values()]
-        if self._accepts_at is not None:
-            again.append(self._accepts_at)
-        if again:
-            timeout_s = max(0.0, min(timeout_s, min(again) - time.monotonic()))
-        whole, part = divmod(min(timeout_s, LONGEST_S), 1)
-        limit = _Timespec(int(whole), int(part * 1e9))
-        self._ppoll(ctypes.byref(self._awaited), 1, ctypes.byref(limit), None)
 
     # What comes in.
 
@@ -275,7 +267,7 @@ class UnixChannel:
                 return
             except OSError:
                 # The process has no descriptor left, perhaps for long: who called waits, and so do we.
-                if self._accepts_at is None:
+                if self._accepts_at == inf:
                     self._epoll.unregister(self._inbox)
                 self._accepts_at = time.monotonic() + RECONNECT_S[0]
                 return
@@ -414,11 +406,15 @@ class UnixChannel:
         self._events.append(Closed(link.address))
 
     def _retry(self) -> None:
-        if self._accepts_at is not None and self._accepts_at <= time.monotonic():
-            self._accepts_at = None if self._await(self._inbox) else time.monotonic() + RECONNECT_S[0]
+        if self._accepts_at <= time.monotonic():
+            self._accepts_at = inf if self._await(self._inbox) else time.monotonic() + RECONNECT_S[0]
         for link in list(self._down.values()):
             if link.retry_at <= time.monotonic():
                 self._connect(link)
+
+    def _next_at(self) -> float:
+        """When a link is to be tried again, or connections are accepted again."""
+        return min([self._accepts_at, *(link.retry_at for link in self._down.values())])
 
     def _unlink(self, link: _Link) -> None:
         link.unsent.clear()

@@ -1,11 +1,28 @@
-"""Channels over ZeroMQ: TCP and Unix-domain sockets."""
+"""Channels over ZeroMQ: TCP and Unix-domain sockets.
+
+How ``ZmqChannel.wait`` loses nothing. No two threads may use one ZeroMQ socket at a time, so ``wait`` makes no call of
+ZeroMQ. It waits for one epoll object with the descriptor of ``wake`` and one of each socket that receives: the inbox,
+the monitors of connections, authentication. ZeroMQ makes such a descriptor readable when it sends a command to the
+socket's mailbox, for example "a connection that was found empty has a message". The next call that works through the
+mailbox takes that back, even if it leaves the message unread. A further message on a connection that was not found
+empty since sends no command. So an edge could be lost in two ways:
+
+* A call works through the mailbox, and its caller leaves messages unread. Only ``poll`` makes such calls of these
+  sockets. It reads each until ZeroMQ answers ``Again``, which means: the mailbox was empty, and then every connection
+  was. Whatever comes later sends a command, which stays until the next such call. Where ``poll`` ends earlier, at BATCH
+  or by an exception, ``_unread`` makes the next poll read every socket, and ``wake`` makes the next wait return.
+* A connection was never found empty, because it is new. It first sends a command that attaches it, and is read in the
+  poll that this brings about. A monitor is attached without one, and is read once before its socket binds or connects.
+
+Other threads' waits never take anything back: they read no descriptor. PUSH sockets receive nothing, and no wait needs
+theirs.
+"""
 
 from __future__ import annotations
 
 import re
 import select
-import socket
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum
 from math import ceil
@@ -36,6 +53,7 @@ from .base import (
 from .files import claimed, listening
 from .keys import Keys, split_key, with_key
 from .reach import is_loopback
+from .waiting import Waiter
 
 _HARD_LIMIT = 2 * MAX_FRAME
 """A larger part is not even read: ZeroMQ cuts its connection. Messages that are still too large are counted.
@@ -111,6 +129,7 @@ class ZmqChannel:
             with ``unencrypted_network``; ``advertise`` is no such host, or none is found.
     """
 
+    eager = False
     link_cost = LinkCost(68_000, 5)
     """ZeroMQ allocates queues in blocks of 256 messages, and a PUSH socket with its monitor has several queues.
     ``benchmarks/links.py`` measures both numbers."""
@@ -142,17 +161,19 @@ class ZmqChannel:
         self._high_water = high_water
         self._links: dict[str, _Link] = {}
         self._denied: dict[str, str] = {}
-        self._closed = False
         self._file: Path | None = None
         self._context = zmq.Context()
         # Three sockets a destination: the default of 1,023 would end at 340 peers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._pull = self._context.socket(zmq.PULL)
         self._authenticator = KeyAuthenticator(self._context, self._pull, keys)
-        self._waker, self._woken = socket.socketpair()
-        self._poller = zmq.Poller()
-        # One descriptor to poll for the monitors of all connections: a connection without news costs nothing.
-        self._monitors = select.epoll()
+        # A connection without news costs a poll nothing.
+        self._epoll = select.epoll()
+        self._waiter: Waiter | None = Waiter(self._epoll)
+        self._unread = False
+        self._asked = {asked.fileno() for asked in self._authenticator.sockets}
+        for descriptor in (self._pull.fileno(), *self._asked):
+            self._epoll.register(descriptor, select.EPOLLIN)
         self._monitored: dict[int, str] = {}
         # ZeroMQ would silently replace the socket of another process.
         local = bind.startswith("ipc://")
@@ -185,13 +206,6 @@ class ZmqChannel:
         address = reached_at(bind, self._pull.getsockopt_string(zmq.LAST_ENDPOINT), self._advertise)
         if self._advertise is not None and (reason := _refusal(address, self._anywhere)) is not None:
             raise ConfigurationError(f"channel {bind!r}: advertise {self._advertise!r}: {reason}")
-        self._waker.setblocking(False)
-        self._woken.setblocking(False)
-        self._poller.register(self._pull, zmq.POLLIN)
-        self._poller.register(self._woken.fileno(), zmq.POLLIN)
-        self._poller.register(self._monitors.fileno(), zmq.POLLIN)
-        for asked in self._authenticator.sockets:
-            self._poller.register(asked, zmq.POLLIN)
         return address if self._keys is None else with_key(address, self._keys.public)
 
     @property
@@ -212,17 +226,15 @@ class ZmqChannel:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
         self._home.check()
         check_together(address, frames)
-        if self._closed:
+        if self._waiter is None:
             return False
         link = self._links.get(address)
         if link is None:
             plain, key = (address, "") if self._keys is None else split_key(address)
             if (reason := _refusal(plain, self._anywhere)) is not None:
-                self._denied[address] = f"a ZeroMQ channel does not send there: {reason}"
-                return False
+                return self._deny(address, f"a ZeroMQ channel does not send there: {reason}")
             if self._keys is not None and not self._keys.allow(key):
-                self._denied[address] = ""
-                return False
+                return self._deny(address, "")
             try:
                 link = self._links[address] = self._connect(address, _State.NEW)
             except zmq.ZMQError:
@@ -235,33 +247,48 @@ class ZmqChannel:
             return False
         return True
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        """Events since the last call; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
+    def _deny(self, address: str, reason: str) -> bool:
+        self._denied[address] = reason
+        self.wake()
+        return False
+
+    def poll(self) -> Sequence[News]:
+        """Events since the last call; never blocks.
 
         Frames come before events of connections: a process's last frames precede its ``Closed``.
         """
         self._home.check()
-        if self._closed:
+        if (waiter := self._waiter) is None:
             return ()
-        wait_ms = 0 if self._denied else max(0, ceil(timeout_s * 1000))
-        ready = dict(self._poller.poll(wait_ms))
-        came = self._frames() if ready.pop(self._pull, 0) else []
-        if ready.pop(self._woken.fileno(), 0):
-            self._woken.recv(4096)
+        ready = dict(self._epoll.poll(0))
+        if ready.pop(waiter.fileno(), 0):
+            waiter.clear()
+        came: list[News] = []
+        if self._unread:
+            ready.update(dict.fromkeys((*self._asked, *self._monitored), select.EPOLLIN))
         if ready:
-            came += self._of_connections(ready)
+            self._unread = True
+            try:
+                whole = self._frames(came)
+                self._of_connections(ready, came)
+                self._unread = not whole
+            finally:
+                if self._unread:
+                    self.wake()
         if self._denied:
             came += (Denied(address, reason) for address, reason in self._denied.items())
             self._denied.clear()
         return came
 
+    def wait(self, timeout_s: float) -> None:
+        """See :meth:`~disagg_kv.channels.Channel.wait`."""
+        if (waiter := self._waiter) is not None:
+            waiter.wait(timeout_s)
+
     def wake(self) -> None:
-        """Make a waiting ``poll`` return; from any thread, also after ``close``."""
-        try:
-            self._waker.send(b"\0")
-        except OSError:
-            # Full: it is awake already. Closed: no thread waits.
-            return
+        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
+        if (waiter := self._waiter) is not None:
+            waiter.set()
 
     def forget(self, address: str) -> None:
         """Close the connection to an address that is no longer needed, and drop its queue."""
@@ -272,9 +299,10 @@ class ZmqChannel:
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards. Takes up to ``linger_s``."""
         self._home.check()
-        if self._closed:
+        waiter, self._waiter = self._waiter, None
+        if waiter is None:
             return
-        self._closed = True
+        waiter.set()
         for link in self._links.values():
             self._disconnect(link, self._linger_ms)
         self._links.clear()
@@ -284,9 +312,7 @@ class ZmqChannel:
             self._file.unlink(missing_ok=True)
         self._pull.close(0)
         self._context.term()
-        self._waker.close()
-        self._woken.close()
-        self._monitors.close()
+        self._epoll.close()
 
     def _connect(self, address: str, state: _State) -> _Link:
         plain, key = (address, "") if self._keys is None else split_key(address)
@@ -303,7 +329,7 @@ class ZmqChannel:
         link = _Link(push, push.get_monitor_socket(_EVENTS), state)
         descriptor = link.monitor.fileno()
         self._monitored[descriptor] = address
-        self._monitors.register(descriptor, select.EPOLLIN)
+        self._epoll.register(descriptor, select.EPOLLIN)
         # ZeroMQ signals the descriptor of a socket that was read until it was empty, and no other.
         with suppress(zmq.Again):
             recv_monitor_message(link.monitor, zmq.NOBLOCK)
@@ -317,13 +343,13 @@ class ZmqChannel:
     def _disconnect(self, link: _Link, linger_ms: int) -> None:
         descriptor = link.monitor.fileno()
         del self._monitored[descriptor]
-        self._monitors.unregister(descriptor)
+        self._epoll.unregister(descriptor)
         link.push.disable_monitor()
         link.monitor.close(0)
         link.push.close(linger_ms)
 
-    def _frames(self) -> list[News]:
-        came: list[News] = []
+    def _frames(self, came: list[News]) -> bool:
+        """Read the inbox until it is empty; False: it may not be, as there was too much."""
         taken = refused = 0
         while taken < BATCH:
             try:
@@ -343,19 +369,17 @@ class ZmqChannel:
                 came.extend(Arrived(frame, key) for frame in frames)
             else:
                 refused += 1
-        return [*came, Rejected(messages=refused)] if refused else came
+        if refused:
+            came.append(Rejected(messages=refused))
+        return taken < BATCH
 
-    def _of_connections(self, ready: Container[object]) -> list[News]:
-        came: list[News] = []
-        failed = self._authenticator.work() if any(asked in ready for asked in self._authenticator.sockets) else 0
-        if failed:
+    def _of_connections(self, ready: Collection[int], came: list[News]) -> None:
+        if not self._asked.isdisjoint(ready) and (failed := self._authenticator.work()):
             came.append(Rejected(connections=failed))
-        if self._monitors.fileno() in ready:
-            for descriptor, _ in self._monitors.poll(0):
-                address = self._monitored.get(descriptor)
-                if address is not None and (link := self._links.get(address)) is not None:
-                    came.extend(self._news(address, link))
-        return came
+        for descriptor in ready:
+            address = self._monitored.get(descriptor)
+            if address is not None and (link := self._links.get(address)) is not None:
+                came.extend(self._news(address, link))
 
     def _news(self, address: str, link: _Link) -> Iterator[Closed | Denied | Opened]:
         while True:

@@ -9,6 +9,7 @@ import platform
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import packages_distributions, version
@@ -251,8 +252,12 @@ def channel(bind: str) -> str | None:
         return str(error)
     try:
         made.send(made.address, b"doctor")
-        arrived = any(Arrived(b"doctor") in made.poll(0.5) for _ in range(10))
-        return None if arrived else f"channel {bind!r}: a frame to itself did not arrive within 5 s"
+        until = time.monotonic() + 5.0
+        while (left_s := until - time.monotonic()) > 0:
+            made.wait(left_s)
+            if Arrived(b"doctor") in made.poll():
+                return None
+        return f"channel {bind!r}: a frame to itself did not arrive within 5 s"
     finally:
         made.close()
 

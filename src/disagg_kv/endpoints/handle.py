@@ -10,13 +10,13 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from .. import arguments
+from ..channels.readiness import Readiness
 from ..core import Phase
 from ..errors import DisaggKVError, GeometryError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, RoomId, room_name
 from .api import Report
 from .latch import Latch
-from .readiness import Readiness
 
 H = TypeVar("H", bound="RoomHandle")
 

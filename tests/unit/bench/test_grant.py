@@ -22,6 +22,7 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.transports import InprocTransport, registry
+from tests.support.channels import take
 
 
 class Careless(InprocTransport):
@@ -93,7 +94,7 @@ def test_a_grant_is_timed_from_its_first_request_and_once(tmp_path: Path) -> Non
         assert other.send(one.address, granted)
         heard, until = 0, time.monotonic() + 60.0
         while heard < 2 and time.monotonic() < until:
-            heard += sum(isinstance(event, Arrived) for event in one.poll(1.0))
+            heard += sum(isinstance(event, Arrived) for event in take(one, 1.0))
         (taken,) = one.taken()
         assert taken.seconds > 0
         assert (taken.request_bytes, taken.grant_bytes) == (len(request), len(granted))

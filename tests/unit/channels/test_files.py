@@ -15,6 +15,7 @@ import pytest
 from disagg_kv.channels import Arrived, Channel, UnixChannel, ZmqChannel
 from disagg_kv.channels.files import claimed
 from disagg_kv.errors import ConfigurationError
+from tests.support.channels import take
 from tests.support.leftovers import held
 from tests.support.processes import wait
 
@@ -52,8 +53,8 @@ def test_a_socket_is_never_open_to_others(kind: str, folder: Path, monkeypatch: 
     got: list[bytes] = []
 
     def heard() -> bool:
-        other.poll(0.0)
-        got.extend(one.frame for one in channel.poll(0.01) if isinstance(one, Arrived))
+        other.poll()
+        got.extend(one.frame for one in take(channel, 0.01) if isinstance(one, Arrived))
         return got == [b"hello"]
 
     assert other.send(channel.address, b"hello")

@@ -26,8 +26,8 @@ def test_a_frame_is_there_when_send_returns() -> None:
     hub = Hub()
     left, right = InprocChannel(hub, "left"), InprocChannel(hub, "right")
     assert left.send(right.address, b"frame")
-    assert right.poll(0) == (Arrived(b"frame"),)
-    assert left.poll(0) == (Opened(right.address),)
+    assert right.poll() == (Arrived(b"frame"),)
+    assert left.poll() == (Opened(right.address),)
 
 
 def test_two_watchers_of_one_address_are_told_apart() -> None:
@@ -37,5 +37,5 @@ def test_two_watchers_of_one_address_are_told_apart() -> None:
     assert not other.send("inproc://right", b"early")
     left.forget("inproc://right")
     InprocChannel(hub, "right")
-    assert left.poll(0) == ()
-    assert other.poll(0) == (Closed("inproc://right"), Opened("inproc://right"))
+    assert left.poll() == ()
+    assert other.poll() == (Closed("inproc://right"), Opened("inproc://right"))

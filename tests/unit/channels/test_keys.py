@@ -13,6 +13,7 @@ import zmq
 
 from disagg_kv.channels import Arrived, Closed, Denied, Keys, News, Opened, Rejected, ZmqChannel, key_of, write_keys
 from disagg_kv.errors import ConfigurationError
+from tests.support.channels import take
 from tests.support.leftovers import given_back, held
 
 
@@ -27,7 +28,7 @@ def pump(*channels: ZmqChannel, until: Sequence[tuple[int, News]]) -> list[list[
     came: list[list[News]] = [[] for _ in channels]
     while not all(event in came[index] for index, event in until):
         for channel, of in zip(channels, came, strict=True):
-            of.extend(channel.poll(0.01))
+            of.extend(take(channel, 0.01))
     return came
 
 
@@ -54,7 +55,7 @@ def refused(*channels: ZmqChannel) -> list[list[News]]:
     came: list[list[News]] = [[] for _ in channels]
     while not any(isinstance(event, Rejected) and event.connections for event in came[-1]):
         for channel, of in zip(channels, came, strict=True):
-            of.extend(channel.poll(0.01))
+            of.extend(take(channel, 0.01))
     return came
 
 
@@ -120,7 +121,7 @@ class TestStrangers:
         left, _ = pair
         assert not left.send(stranger.address, b"secret")
         assert not left.send(plain(stranger.address), b"secret")
-        assert left.poll(60) == [Denied(stranger.address), Denied(plain(stranger.address))]
+        assert take(left, 60) == [Denied(stranger.address), Denied(plain(stranger.address))]
 
     def test_nothing_is_sent_to_who_only_claims_an_allowed_key(
         self, pair: tuple[ZmqChannel, ZmqChannel], stranger: ZmqChannel
@@ -144,7 +145,7 @@ class TestStrangers:
                     assert channel.send(address, b"hello")
                     listener.accept()[0].close()
                     while address in channel._links:
-                        channel.poll(0.01)
+                        take(channel, 0.01)
                 listener.settimeout(0.5)
                 with pytest.raises(TimeoutError):
                     listener.accept()
@@ -165,7 +166,7 @@ class TestStrangers:
                 web.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
                 cut = False
                 while not cut:
-                    assert not channel.poll(0.01)
+                    assert not take(channel, 0.01)
                     with suppress(BlockingIOError):
                         cut = ended(web)
 

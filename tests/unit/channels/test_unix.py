@@ -23,7 +23,7 @@ import pytest
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, News, Opened, Rejected, UnixChannel
 from disagg_kv.channels.unix import RECONNECT_S
 from disagg_kv.errors import ConfigurationError
-from tests.support.channels import child_inbox, read_line, wait_for
+from tests.support.channels import child_inbox, read_line, take, wait_for
 from tests.support.leftovers import given_back, held
 
 NOBODY = 65534
@@ -91,7 +91,7 @@ class TestAnotherProcess:
             assert channel.send(other.address, b"hello")
             wait_for(channel, Opened(other.address))
             assert other.send_all(channel.address, [b"a", b"b"])
-        assert list(channel.poll(1)) == [Arrived(b"a"), Arrived(b"b"), Closed(other.address)]
+        assert list(take(channel, 1)) == [Arrived(b"a"), Arrived(b"b"), Closed(other.address)]
 
     def test_frames_are_kept_until_an_address_opens_for_the_first_time(
         self, channel: UnixChannel, tmp_path: Path
@@ -108,7 +108,7 @@ class TestAnotherProcess:
         wait_for(channel, Closed(f"unix://{tmp_path}/nobody"))
         began, polls = time.monotonic(), 0
         while time.monotonic() < began + 4 * RECONNECT_S[0]:
-            assert not channel.poll(60)
+            assert not take(channel, 60)
             polls += 1
         assert polls <= 3
 
@@ -119,7 +119,7 @@ class TestAnotherProcess:
             for word in (b"1", b"2", b"3"):
                 assert other.send(channel.address, word)
                 other.forget(channel.address)
-            assert list(channel.poll(1)) == [Arrived(b"1"), Arrived(b"2"), Arrived(b"3")]
+            assert list(take(channel, 1)) == [Arrived(b"1"), Arrived(b"2"), Arrived(b"3")]
 
     def test_last_words_of_who_was_not_accepted_yet_come_before_its_end(
         self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +138,7 @@ class TestAnotherProcess:
             monkeypatch.setattr(channel, "_receive", meanwhile)
             other.wake()
             address = other.address
-            assert not channel.poll(0)
+            assert not channel.poll()
             other.close()
         assert wait_for(channel, Closed(address)) == [Arrived(b"last words"), Closed(address)]
 
@@ -160,7 +160,7 @@ class TestAnotherProcess:
 
             monkeypatch.setattr(channel, "_receive", meanwhile)
             assert other.send(channel.address, b"last words")
-        assert list(channel.poll(1)) == [Arrived(b"last words"), Closed(other.address)]
+        assert list(take(channel, 1)) == [Arrived(b"last words"), Closed(other.address)]
 
     def test_a_moment_without_memory_loses_nothing(
         self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,38 +172,8 @@ class TestAnotherProcess:
             link = channel._links[other.address]
             monkeypatch.setattr(link, "sock", Short(link.sock))
             assert channel.send(other.address, b"later")
-            channel.poll(0.1)
+            take(channel, 0.1)
             assert wait_for(other, Arrived(b"later"))[-1] == Arrived(b"later")
-
-
-class TestNaps:
-    def test_a_nap_is_shorter_than_a_millisecond(self, channel: UnixChannel) -> None:
-        """Of twenty, as the machine may be busy."""
-        shortest = 1.0
-        for _ in range(20):
-            began = time.perf_counter()
-            channel.nap(20e-6)
-            shortest = min(shortest, time.perf_counter() - began)
-        assert 20e-6 <= shortest < 1e-3
-
-    def test_a_frame_ends_a_nap_and_stays_to_be_polled(self, channel: UnixChannel, tmp_path: Path) -> None:
-        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
-            assert other.send(channel.address, b"news")
-            channel.nap(1000)
-            assert wait_for(channel, Arrived(b"news")) == [Arrived(b"news")]
-
-    def test_wake_ends_a_nap(self, channel: UnixChannel) -> None:
-        thread = threading.Thread(target=channel.wake)
-        thread.start()
-        channel.nap(1000)
-        thread.join()
-        assert not channel.poll(1000)
-
-    def test_news_end_a_nap(self, channel: UnixChannel, tmp_path: Path) -> None:
-        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
-            assert channel.send(other.address, b"hello")
-            channel.nap(1000)
-            assert list(channel.poll(0)) == [Opened(other.address)]
 
 
 class TestStrangers:
@@ -239,7 +209,7 @@ class TestStrangers:
         came: list[object] = []
         for byte in whole:
             stranger.sendall(bytes([byte]))
-            came += channel.poll(0.001)
+            came += take(channel, 0.001)
         assert came == [Arrived(b"ab"), Arrived(b"cde"), Arrived(b"")]
 
     def test_a_message_that_never_ends_is_dropped_with_its_connection(
@@ -247,8 +217,8 @@ class TestStrangers:
     ) -> None:
         stranger.sendall(struct.pack("<2I", 1, 100) + b"half")
         stranger.close()
-        assert not channel.poll(0.01)
-        assert not channel.poll(0)
+        assert not take(channel, 0.01)
+        assert not channel.poll()
 
     def test_who_speaks_where_nobody_answers_is_cut(self, channel: UnixChannel, tmp_path: Path) -> None:
         """Connections have one direction: what comes back on one is nothing that we asked for."""
@@ -283,7 +253,7 @@ class TestStrangers:
                 assert read_line(child) == "there"
                 wait_for(channel, Rejected(connections=1))
                 assert not channel.send(f"unix://{folder}/theirs", b"secret")
-                assert list(channel.poll(0)) == [Denied(f"unix://{folder}/theirs")]
+                assert list(channel.poll()) == [Denied(f"unix://{folder}/theirs")]
                 assert child.stdin is not None
                 child.stdin.close()
 
@@ -331,12 +301,12 @@ class TestStrangers:
             thread = threading.Thread(target=flood)
             thread.start()
             try:
-                came = channel.poll(1)
+                came = take(channel, 1)
                 assert friend.send(channel.address, b"help")
                 assert channel.send(friend.address, b"coming")
                 most = len(came)
                 while Arrived(b"help") not in came:
-                    came = channel.poll(1)
+                    came = take(channel, 1)
                     most = max(most, len(came))
                 assert most < 200_000
                 wait_for(friend, Arrived(b"coming"))
@@ -366,7 +336,7 @@ class TestAddresses:
 
     def test_any_time_can_be_waited(self, channel: UnixChannel) -> None:
         channel.wake()
-        assert not channel.poll(float("inf"))
+        channel.wait(float("inf"))
 
     def test_of_many_who_want_an_address_one_has_it(self, tmp_path: Path) -> None:
         """And it can be reached there."""
@@ -474,7 +444,7 @@ class TestNothingIsLeftBehind:
                 caller.connect(channel.address.removeprefix("unix://"))
                 assert friend.send(channel.address, b"words")
                 assert wait_for(channel, Closed(leaving.address)) == [Arrived(b"words"), Closed(leaving.address)]
-                assert not channel.poll(0.2)
+                assert not take(channel, 0.2)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -487,7 +457,7 @@ class TestNothingIsLeftBehind:
             with open(os.devnull) as file:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno(), hard))
             try:
-                assert not channel.poll(0.01)
+                assert not take(channel, 0.01)
                 assert channel.send(other.address, b"and back")
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -13,7 +13,7 @@ import zmq
 
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Opened, Rejected, ZmqChannel
 from disagg_kv.errors import ConfigurationError
-from tests.support.channels import child_inbox, read_line, unused_port, wait_for
+from tests.support.channels import child_inbox, read_line, take, unused_port, wait_for
 from tests.support.leftovers import given_back, held
 
 
@@ -111,7 +111,7 @@ class TestStrangers:
             assert channel.send(address, b"hello")
             for _ in range(2):
                 server.accept()[0].close()
-                assert not channel.poll(60)
+                assert not take(channel, 60)
 
 
 class TestAddresses:

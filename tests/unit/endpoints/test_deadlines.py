@@ -102,7 +102,7 @@ def test_a_word_that_is_lost_is_said_again() -> None:
     there.frozen = True
     received.abort("the user went away")
     rig.turn()
-    lost = there.channel.poll(0.0)
+    lost = there.channel.poll()
     assert any(isinstance(codec.decode(e.frame), Abort) for e in lost if isinstance(e, Arrived))
     there.frozen = False
     assert took(rig, sent, 2.0) < 1.0

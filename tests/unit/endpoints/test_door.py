@@ -17,6 +17,7 @@ from disagg_kv.core.wire import frames as f
 from disagg_kv.endpoints import PeerInfo
 from disagg_kv.errors import PeerLostError
 from disagg_kv.geometry import CacheSpec
+from tests.support.channels import take
 from tests.support.rig import Decodes, Member, Memory, Prefills, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -140,7 +141,7 @@ def test_nobody_speaks_in_the_name_of_a_peer_that_has_another_key(
         ]
         for frame in forged:
             assert insider.send(target, Codec().encode(frame))
-            insider.poll(0)
+            insider.poll()
         rig.until(lambda: counted(prefills[:1], name="frames.forged") == len(forged), "every refusal")
         request.send(ROWS).finish().landed()
         assert victim.epoch in {peer.epoch for peer in prefills[0].endpoint.peers()}
@@ -170,10 +171,10 @@ def test_a_flood_of_garbage_at_an_endpoint_without_keys_changes_nothing() -> Non
             for address in addresses(prefills, decodes):
                 for frame in (b"", b"\xff" * 64, number.to_bytes(MAX_FRAME // 64), msgspec.msgpack.encode([0, b"x"])):
                     while not flood.send(address, frame):
-                        flood.poll(0.01)
+                        take(flood, 0.01)
                 for stale in strange_frames():
                     while not flood.send(address, Codec().encode(stale)):
-                        flood.poll(0.01)
+                        take(flood, 0.01)
         rig.until(lambda: counted(prefills, decodes, name="frames.refused") == 2 * 4 * rounds, "all garbage")
         rig.until(lambda: counted(prefills, decodes, name="frames.stale") == 2 * 2 * rounds, "all strange frames")
         landed(rig, requests)

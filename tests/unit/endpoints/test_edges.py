@@ -265,7 +265,7 @@ def introduced(rig: Rig) -> Hello:
     rig.rendezvous.publish("ear", Rank(0), 1, ear.address)
     rig.decodes[0].endpoint.open(RoomId(b"dial"), Source("ear"))
     rig.wait(0.5)
-    frames = [Codec().decode(event.frame) for event in ear.poll(0.0) if isinstance(event, Arrived)]
+    frames = [Codec().decode(event.frame) for event in ear.poll() if isinstance(event, Arrived)]
     hello = next(frame for frame in frames if isinstance(frame, Hello))
     ear.close()
     return hello
@@ -330,7 +330,7 @@ def test_ranks_of_one_instance_must_fit(change: dict[str, object], field: str) -
     hello = msgspec.structs.replace(hello, address=stranger.address)
     stranger.send(rig.decodes[0].channel.address, Codec().encode(hello))
     rig.wait(0.5)
-    frames = [Codec().decode(event.frame) for event in stranger.poll(0.0) if isinstance(event, Arrived)]
+    frames = [Codec().decode(event.frame) for event in stranger.poll() if isinstance(event, Arrived)]
     (refused,) = [frame for frame in frames if isinstance(frame, Refused)]
     assert refused.field == field
     assert not rig.decodes[0].endpoint.peers()
@@ -455,7 +455,7 @@ def test_the_life_of_an_endpoint_can_be_given() -> None:
     )
     endpoint.open(RoomId(b"room"), Source("ear"))
     endpoint.driver.step()
-    hello = next(Codec().decode(event.frame) for event in ear.poll(0.0) if isinstance(event, Arrived))
+    hello = next(Codec().decode(event.frame) for event in ear.poll() if isinstance(event, Arrived))
     assert isinstance(hello, Hello)
     assert (hello.src, hello.pid, hello.started, hello.born, hello.host) == (life.epoch, 7, 8, 9, "host")
     endpoint.close(0.0)

@@ -401,10 +401,10 @@ def test_a_channel_that_raises_does_not_end_the_endpoint(what: str, caplog: pyte
                 raise OSError("no route")
             return super().send(address, frame)
 
-        def poll(self, timeout_s: float) -> Sequence[News]:
+        def poll(self) -> Sequence[News]:
             if "poll" in broken:
                 raise OSError("no inbox")
-            return super().poll(timeout_s)
+            return super().poll()
 
     memory = Memory(channel=lambda inner: Broken(inner, lambda number, address: (0,)))
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory)

@@ -26,6 +26,8 @@ class FastTransport(InprocTransport):
 class Listening:
     """A channel that notes how long its owner was ready to wait."""
 
+    eager = False
+
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
         self.waits: list[float] = []
@@ -37,9 +39,11 @@ class Listening:
     def send(self, address: str, frame: bytes) -> bool:
         return self._inner.send(address, frame)
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
+    def poll(self) -> Sequence[News]:
+        return self._inner.poll()
+
+    def wait(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
-        return self._inner.poll(0.0)
 
     def wake(self) -> None:
         self._inner.wake()

@@ -31,13 +31,14 @@ class Counting:
         self.loses: frozenset[str] = frozenset()
         self.rng = random.Random(0)
         self.send, self.wake, self.forget, self.close = inner.send, inner.wake, inner.forget, inner.close
+        self.wait, self.eager = inner.wait, inner.eager
 
     @property
     def address(self) -> str:
         return self.inner.address
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        return [news for news in self.inner.poll(timeout_s) if not (isinstance(news, Arrived) and self._lost(news))]
+    def poll(self) -> Sequence[News]:
+        return [news for news in self.inner.poll() if not (isinstance(news, Arrived) and self._lost(news))]
 
     def _lost(self, news: Arrived) -> bool:
         kind = type(Codec().decode(news.frame)).__name__

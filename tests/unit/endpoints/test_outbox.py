@@ -31,6 +31,8 @@ class Fast(InprocTransport):
 class Noting:
     """A channel that takes frames together and notes them, and what else its owner does with it."""
 
+    eager = False
+
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
         self.together: list[list[bytes]] = []
@@ -49,9 +51,12 @@ class Noting:
             assert self._inner.send(address, frame)
         return True
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        self.log.append("sleep" if timeout_s else "hear")
-        return self._inner.poll(0.0)
+    def poll(self) -> Sequence[News]:
+        self.log.append("hear")
+        return self._inner.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        self.log.append("wait")
 
     def wake(self) -> None:
         self._inner.wake()
@@ -67,11 +72,10 @@ class Noting:
         return sum(isinstance(Codec().decode(frame), kind) for frames in self.together for frame in frames)
 
 
-class Napping(Noting):
-    """The same, with naps that are over at once."""
+class Eager(Noting):
+    """The same, with waits that replace short sleeps."""
 
-    def nap(self, timeout_s: float) -> None:
-        self.log.append("nap")
+    eager = True
 
 
 @pytest.fixture
@@ -171,9 +175,9 @@ def test_complete_acknowledges_what_landed_in_its_step() -> None:
     assert request.sends[0].report.segments == 2
 
 
-def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_a_short_wait_is_heard_before_anything_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that have come go before receipts and grants; who sleeps hears when it wakes, in the same turn."""
-    rig, (_, decode), _ = world(Napping, Fast, 60.0)
+    rig, (_, decode), _ = world(Eager, Fast, 60.0)
     endpoint = rig.decodes[0].endpoint
     work = endpoint.driver.loop.side.work
 
@@ -186,12 +190,12 @@ def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pyt
     decode.log.clear()
     for _ in range(3):
         endpoint.driver.step(1.0)
-    assert decode.log == ["hear", "work", "nap"] * 3
+    assert decode.log == ["hear", "work", "wait"] * 3
     rig.clock.advance(61.0)
     decode.log.clear()
     for _ in range(2):
         endpoint.driver.step(1.0)
-    assert decode.log == ["hear", "work", "sleep", "work", "sleep"]
+    assert decode.log == ["hear", "work", "wait", "hear", "work", "wait", "hear"]
 
 
 def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -461,11 +461,17 @@ class Drowsy(Unreliable):
     def __init__(self, inner: Channel) -> None:
         super().__init__(inner, lambda number, address: (0,))
         self.slept: list[float] = []
+        self._waits_s = 0.0
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
+    def wait(self, timeout_s: float) -> None:
+        """Time does not pass."""
+        self._waits_s = timeout_s
+
+    def poll(self) -> Sequence[News]:
         """Note how long nothing would have happened."""
-        came = super().poll(0.0)
-        self.slept.append(0.0 if came else timeout_s)
+        came = super().poll()
+        self.slept.append(0.0 if came else self._waits_s)
+        self._waits_s = 0.0
         return came
 
 

@@ -15,13 +15,14 @@ class Mailbox:
     """A channel that hands over what it is given, and in whose calls time passes."""
 
     address = "mailbox"
+    eager = False
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.came: list[News] = []
         self.stops_s = 0.0
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
+    def poll(self) -> Sequence[News]:
         """All that has come."""
         self.clock.advance(self.stops_s)
         came, self.came = self.came, []
@@ -30,6 +31,9 @@ class Mailbox:
     def send(self, address: str, frame: bytes) -> bool:
         """Nothing is sent here."""
         raise NotImplementedError
+
+    def wait(self, timeout_s: float) -> None:
+        """Time passes in ``poll`` alone."""
 
     def wake(self) -> None:
         """Nobody waits."""

@@ -189,4 +189,4 @@ def test_what_a_store_holds_instead_of_an_address_keeps_nobody_from_starting() -
     assert rig.rendezvous.lookup(Source("P")) == (member.channel.address,)
     assert not member.endpoint.peers()
     stranger = InprocChannel(rig.hub, "stranger")
-    assert not [event for event in stranger.poll(0.0) if isinstance(event, Arrived)]
+    assert not [event for event in stranger.poll() if isinstance(event, Arrived)]

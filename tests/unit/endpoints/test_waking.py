@@ -38,6 +38,11 @@ class Door(Channel):
 
     def __init__(self, inner: Channel, doors: Doors) -> None:
         self._inner, self._doors = inner, doors
+        self._waits = False
+
+    @property
+    def eager(self) -> bool:
+        return False
 
     @property
     def address(self) -> str:
@@ -47,10 +52,14 @@ class Door(Channel):
         self._doors.asleep.discard(address)
         return self._inner.send(address, frame)
 
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        news = self._inner.poll(0.0)
-        if timeout_s and not news:
+    def wait(self, timeout_s: float) -> None:
+        self._waits = True
+
+    def poll(self) -> Sequence[News]:
+        news = self._inner.poll()
+        if self._waits and not news:
             self._doors.asleep.add(self.address)
+        self._waits = False
         return news
 
     def wake(self) -> None:

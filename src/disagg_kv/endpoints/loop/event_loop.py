@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps
+from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected
 from ...core import (
     Agreement,
     AnyFrame,
@@ -100,9 +100,8 @@ class EventLoop:
         self.failures = Failures(f"{me.instance}/{me.rank}", self.observer, clock, self._end_rooms)
         self._guard = self.failures.guard
         self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.failures.defer)
-        self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the step.
-        self._prompt = self._naps is not None
+        self._prompt = self._naps = channel.eager
         links = links_of(channel, me.transport, options)
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options, links)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options, me.instance)
@@ -202,9 +201,9 @@ class EventLoop:
         )
         if self._send_buffer.unsent:
             self._guard(self.flush)
-        self._napped = rest.pause_s > 0 and self._naps is not None
-        if self._napped and self._naps is not None:
-            self._naps.nap(rest.pause_s)
+        self._napped = rest.pause_s > 0 and self._naps
+        if self._napped:
+            self.channel.wait(rest.pause_s)
         elif self._hear(self._wait(rest.block_s) if rest.block_s else 0.0):
             self._guard(self.poll_transport)
             self._guard(self.side.work)

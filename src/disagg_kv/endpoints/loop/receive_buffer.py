@@ -46,7 +46,9 @@ class ReceiveBuffer:
             if before - self._polled > STALLED_S:
                 self._awake_at = before + GRACE_S
             try:
-                self._left.extend(self._channel.poll(wait_s))
+                if wait_s > 0:
+                    self._channel.wait(wait_s)
+                self._left.extend(self._channel.poll())
             except Exception as exc:
                 self._failed(exc)
             self._polled = self._clock()
