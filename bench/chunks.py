@@ -14,8 +14,9 @@ from disagg_kv.errors import ConfigurationError, IntegrityError
 from disagg_kv.geometry import PageTable
 
 from .data import poison
+from .engine import SELDOM_S
 from .machine import Machine
-from .rank import KV, SELDOM_S, DecodeRank, Moved, PrefillRank, Setup, attend
+from .rank import KV, DecodeRank, Moved, PrefillRank, Setup, attend
 from .ranks import ROLES, Ranks, running, within_one_process
 from .shape import TransferShape
 from .transfer import Quantiles
@@ -34,7 +35,7 @@ class Chunked:
         strategy: its name.
         path: the path that the bytes took.
         segments: segments of the long request; one per chunk.
-        seconds: from prefill's first chunk until decode has all rows in its pages.
+        seconds: from prefill's first chunk until decode's engine sees that the room is released.
         cpu_s: median processor time of prefill's process and of decode's in that time. If they are threads of one
             process, both are that process's time.
         chunk_us: median time per chunk, in microseconds.
@@ -74,6 +75,8 @@ class ChunksReport:
 class ChunkedPrefill(PrefillRank):
     """Submits a request chunk by chunk, as fast as it can."""
 
+    pause_s = SELDOM_S
+
     def hand_over(self, tokens: int, chunk: int) -> Moved:
         """Submit the first ``tokens`` of the request, and wait until the pages are released."""
         delivery, size = self._delivery, self._shape.page_size
@@ -82,13 +85,15 @@ class ChunkedPrefill(PrefillRank):
             stop = min(start + chunk, tokens)
             delivery.send_chunk(stop, [PageTable(KV, self._ids[start // size : -(-stop // size)], start)])
         delivery.finish(tokens)
-        self._until(lambda: delivery.released, SELDOM_S, busy=self._shape.busy)
-        used = time.process_time() - used
-        return _with_cpu(self.moved(began), used)
+        self._until(lambda: delivery.released, busy=self._shape.busy)
+        ended, used = time.monotonic(), time.process_time() - used
+        return _with_cpu(self.moved(began, ended), used)
 
 
 class ChunkedDecode(DecodeRank):
     """Awaits a request in pages that hold nothing before."""
+
+    pause_s = SELDOM_S
 
     def forget(self, strategy: str) -> None:
         """Clear the memory, so that bytes of an earlier request are not taken for this one's."""

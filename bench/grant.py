@@ -19,8 +19,9 @@ from disagg_kv.errors import ConfigurationError, DeadlineError, IntegrityError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import Role
 
+from .engine import wait_until
 from .machine import Machine
-from .rank import KV, DecodeRank, Moved, PrefillRank, Setup, attend, wait_until
+from .rank import KV, DecodeRank, Moved, PrefillRank, Setup, attend
 from .ranks import ROLES, Ranks, running, within_one_process
 from .shape import TransferShape
 from .timing import Granted
@@ -235,15 +236,14 @@ class Asker(PrefillRank):
             one.close()
         return granted[1:]
 
-    def _until(self, good: Callable[[], bool], look_s: float = 0.0, *, busy: bool = False) -> None:
+    def _until(self, good: Callable[[], bool], *, busy: bool = False) -> None:
         """Step the endpoint until the condition holds; the endpoint waits by itself."""
 
-        def stepped() -> bool:
+        def step() -> None:
             if not good():
                 self._end.driver.step(STEP_S)
-            return good()
 
-        wait_until(stepped, self._delivery, self._shape.timeout_s, 0.0)
+        wait_until(step, good, self._delivery, self._shape.timeout_s, lambda: None)
 
     def idle(self) -> None:
         """Beat and answer between two requests of the parent."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from copy import copy
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Protocol, TypedDict
 
@@ -15,14 +16,14 @@ import torch
 from attrs import evolve, frozen
 
 from disagg_kv.channels import UnixChannel
-from disagg_kv.core import Options, Phase, Verify
+from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.handle import RoomHandle
 from disagg_kv.endpoints.loop.thread import sleep_exactly
 from disagg_kv.endpoints.prefill.handle import ForwardPass
-from disagg_kv.errors import DeadlineError, DisaggKVError
+from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import PageTable
-from disagg_kv.ids import GroupId, RegionId, Role, RoomId, room_name
+from disagg_kv.ids import GroupId, RegionId, Role, RoomId
 from disagg_kv.kernels import Kernels, TritonKernels
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import Event, PagedPool
@@ -34,20 +35,9 @@ from .bulk import BulkSource, BulkTarget
 from .data import SPARE, blank, fill, page_ids, poison, wrong
 from .decode_load import DecodeLoad
 from .emulated import emulate
+from .engine import LOOK_S, POLL_S, between_polls, wait_until
 from .shape import WIRE, TransferShape
 from .timing import Queued, Still, Timed
-
-LOOK_S = 0.0005
-"""How often a rank looks whether its room has ended."""
-
-QUICK_S = 20e-6
-"""The same of decode ranks on GPUs: bells are noticed when the engine looks, and hosts of GPUs have many cores."""
-
-SELDOM_S = 0.002
-"""The same where the end is not measured: each look takes time from the ranks that still work."""
-
-BUSY_S = 0.001
-"""Seconds of Python code between two looks whether an engine thread has waited for too long."""
 
 ALONE = 8
 """Steps of a decode rank before each transfer."""
@@ -101,8 +91,10 @@ class Moved:
     """One transfer on one rank.
 
     Args:
-        began, ended: prefill: when it handed the rows over, or they were final; decode: when it knew that all ranks had
-            theirs. Seconds of the clock that all processes of a host share.
+        began: prefill: when it handed the rows over, or they were final; decode: when it began to wait.
+        ended: when its engine saw that the room was released.
+        known: when its endpoint knew the outcome; decode: that all ranks had their rows. Like ``began`` and ``ended``,
+            seconds of the clock that all processes of a host share.
         seconds: per phase, as the endpoint's report has them.
         nbytes: bytes that it sent or received.
         descriptors: writes that it posted.
@@ -119,6 +111,7 @@ class Moved:
 
     began: float
     ended: float
+    known: float
     seconds: Mapping[str, float]
     nbytes: int
     descriptors: int
@@ -138,6 +131,7 @@ class PrefillRank:
 
     polls = False
     threaded = True
+    pause_s = POLL_S
 
     def __init__(self, setup: Setup) -> None:
         shape, shards = setup.shape, setup.shape.shards("prefill")
@@ -211,7 +205,8 @@ class PrefillRank:
         self._until(lambda: delivery.held is not None)
         if shape.announced:
             self._step = self._end.step({delivery.room: (shape.tokens, [PageTable(KV, self._ids)])})
-            time.sleep(GRANTED_S)
+            until = time.monotonic() + GRANTED_S
+            self._until(lambda: time.monotonic() > until)
 
     def move(self) -> Moved:
         """Hand all rows over, and wait until the room is released: no process reads them any more."""
@@ -226,17 +221,18 @@ class PrefillRank:
             delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
             self._called = time.monotonic() - began
         delivery.finish(tokens)
-        self._until(lambda: delivery.released, SELDOM_S, busy=self._shape.busy)
-        began = began if queued is None else queued.ended()
-        return self.moved(began)
+        self._until(lambda: delivery.released, busy=self._shape.busy)
+        ended = time.monotonic()
+        return self.moved(began if queued is None else queued.ended(), ended)
 
-    def moved(self, began: float) -> Moved:
-        """The transfer that is over now."""
+    def moved(self, began: float, ended: float) -> Moved:
+        """The transfer that is over."""
         grants = tuple(one.seconds for one in self._channel.taken())
-        return evolve(_moved(self._delivery, began, time.monotonic(), grants), called=self._called)
+        return evolve(_moved(self._delivery, began, ended, grants), called=self._called)
 
-    def _until(self, good: Callable[[], bool], look_s: float = LOOK_S, *, busy: bool = False) -> None:
-        wait_until(good, self._delivery, self._shape.timeout_s, look_s, busy=busy)
+    def _until(self, good: Callable[[], bool], *, busy: bool = False) -> None:
+        between = between_polls(busy=busy, pause_s=self.pause_s)
+        wait_until(self._end.poll, good, self._delivery, self._shape.timeout_s, between)
 
     def _compute(self, began: float) -> None:
         """A forward pass that takes its time and computes nothing: the rows are there already."""
@@ -268,10 +264,11 @@ class PrefillRank:
 class DecodeRank:
     """Receives; has a pool per strategy, because memory may have to be the transport's own."""
 
+    pause_s = POLL_S
+
     def __init__(self, setup: Setup) -> None:
         shape, shards = setup.shape, setup.shape.shards("decode")
         self._shape = shape
-        self._look_s = LOOK_S if setup.device == "cpu" else QUICK_S
         self._load = DecodeLoad(setup.device) if shape.decode_load else None
         self._alone: tuple[float, ...] = ()
         self._ids = page_ids(shape, "decode", setup.rank)
@@ -325,26 +322,22 @@ class DecodeRank:
         if strategy != WIRE:
             poison(self._pools[strategy])
             blank(self._ends[strategy].staging)
-        self._reception = self._ends[strategy].open(RoomId(room), Source("prefill"))
+        self._end = self._ends[strategy]
+        self._reception = self._end.open(RoomId(room), Source("prefill"))
         self._reception.expect(Expectation(self._shape.tokens, [PageTable(KV, self._ids)]))
         if self._load is not None:
             self._alone = tuple(self._load.step() for _ in range(ALONE))
 
     def move(self) -> Moved:
-        """Wait until everything is there."""
-        reception = self._reception
+        """Make an engine's steps until it sees that the room is released: all rows are in its pages, for good."""
+        reception, shape = self._reception, self._shape
         steps: list[float] = []
-
-        def done() -> bool:
-            if self._load is not None:
-                steps.append(self._load.step())
-            return reception.phase is Phase.DONE
-
-        _until(done, reception, self._shape, self._look_s)
-        ended = reception.report.ended
-        assert ended is not None
-        _until(lambda: reception.released, reception, self._shape)
-        return evolve(_moved(reception, ended, ended), steps=tuple(steps), alone=self._alone)
+        between = between_polls(busy=shape.busy, pause_s=self.pause_s)
+        if self._load is not None:
+            between = partial(_take_step, self._load, steps)
+        began = time.monotonic()
+        wait_until(self._end.poll, lambda: reception.released, reception, shape.timeout_s, between)
+        return evolve(_moved(reception, began, time.monotonic()), steps=tuple(steps), alone=self._alone)
 
     def wrong(self, strategy: str) -> int:
         """Bytes of the pool that are not as they must be: looked up once, and compared with what was right then."""
@@ -472,48 +465,17 @@ def _portable(error: Exception) -> DisaggKVError:
     return made
 
 
-def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, look_s: float | None = None) -> None:
-    wait_until(good, handle, shape.timeout_s, LOOK_S if look_s is None else look_s, busy=shape.busy)
-
-
-def wait_until(
-    good: Callable[[], bool], handle: RoomHandle, timeout_s: float, pause_s: float, *, busy: bool = False
-) -> None:
-    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time.
-
-    ``busy``: look all the time, in Python.
-    """
-    until = time.monotonic() + timeout_s
-    while not good():
-        if handle.error is not None:
-            raise handle.error
-        if time.monotonic() > until:
-            raise DeadlineError(f"{room_name(handle.room)}: not done after {timeout_s:g} s")
-        if busy:
-            run_python(BUSY_S, good)
-        else:
-            time.sleep(pause_s)
-    if handle.error is not None:
-        raise handle.error
-
-
-def run_python(seconds: float, good: Callable[[], bool] = lambda: False) -> None:
-    """Run Python code, as an engine does, until it is ``good``; other threads get the interpreter when they ask for it.
-
-    It is not given away in between: who gives it away for instants, more often than once in a switch interval, may keep
-    all others out, as each instant begins their wait anew (CPython's ``take_gil``).
-    """
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if good():
-            return
+def _take_step(load: DecodeLoad, seconds: list[float]) -> None:
+    seconds.append(load.step())
 
 
 def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, ...] = ()) -> Moved:
     if handle.error is not None:
         raise handle.error
     r = handle.report
+    assert r.ended is not None, "a room was released before its outcome was known"
     counts = r.nbytes, r.descriptors, r.segments
+    placed = r.placed or r.ended
     return Moved(
-        began, ended, dict(r.seconds), *counts, r.path, grants, max(1, r.groups), r.placed or ended, bells=r.bells
+        began, ended, r.ended, dict(r.seconds), *counts, r.path, grants, max(1, r.groups), placed, bells=r.bells
     )

@@ -17,7 +17,7 @@ from .ranks import Ranks, started
 from .shape import WIRE, TransferShape
 
 PHASES = ("plan", "gather", "post", "wire", "pull", "scatter", "checksum")
-"""Of an endpoint's report; ``grant``, ``placed`` and ``total`` are measured here."""
+"""Of an endpoint's report; ``call``, ``grant``, ``placed``, ``known`` and ``total`` are measured here."""
 
 
 Runs = list[tuple[list[Moved], list[Moved]]]
@@ -51,8 +51,9 @@ class Measured:
         descriptors: writes of one transfer, all ranks.
         segments: segments of one transfer, all prefill ranks.
         phases: seconds; of the rank that spent most on the phase. ``call``: inside the call that makes the last rows
-            final, ``send_chunk`` or the ``close`` of a pass. ``placed``: from the first rank that handed its rows
-            over until the last decode rank had its own in its pages; ``total``: until each knew that all had.
+            final, ``send_chunk`` or the ``close`` of a pass. From the first rank that handed its rows over, ``placed``:
+            until the last decode rank had its own in its pages; ``known``: until the endpoint of each knew that all
+            had; ``total``: until the engine of each saw that the room was released.
         gb_per_s: bytes through the median total.
         wire_s: seconds of the wire phase, where gather and scatter take no cores from it: of a further run in which
             they copy nothing, if the path has them; else as in ``phases``. Of ``pull``, where decode reads the pages.
@@ -177,7 +178,8 @@ class Turns:
     """What was seen of one strategy.
 
     Args:
-        totals: seconds of each repeat, from the first rank that began until the last decode rank had everything.
+        totals: seconds of each repeat, from the first rank that began until the engine of the last decode rank saw that
+            the room was released.
         groups: into how many groups the last one cut the layers.
     """
 
@@ -257,6 +259,7 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
     moved = [m for _, decode in runs for m in decode]
     wire = _phase(wire_runs, "pull" if any("pull" in m.seconds for m in moved) else "wire")
     phases["placed"] = Quantiles.of([max(m.placed for m in decode) - _since(prefill) for prefill, decode in runs])
+    phases["known"] = Quantiles.of([max(m.known for m in decode) - _since(prefill) for prefill, decode in runs])
     phases["total"] = Quantiles.of(_totals(runs))
     last = runs[-1][0]
     steps = [seconds for m in moved for seconds in m.steps], [seconds for m in moved for seconds in m.alone]

@@ -2,8 +2,8 @@
 
 Prints one JSON document. 32 layers, 8 heads of 128, bf16: 128 KiB a token, in pages in random order. Medians:
 
-* ``mapped_us``, ``staged_us``: ``python -m bench transfer`` over ``cuda_ipc``, from ``send_chunk`` until decode knows;
-  ``mapped_bells_us``: from bells.
+* ``mapped_us``, ``staged_us``: ``python -m bench transfer`` over ``cuda_ipc``, from ``send_chunk`` until decode's
+  engine sees the room released; ``mapped_bells_us``: with bells.
 * ``nixl_us``: the decode process reads with one descriptor per page and layer, which both sides have prepared
   (``prep_xfer_dlist``), as vLLM's NixlConnector does: from ``make_prepped_xfer`` until the state is DONE.
 * ``nccl_us``: ``index_select`` of each layer into one buffer, ``send`` and ``recv``, ``index_copy_`` into each layer,

@@ -3,10 +3,10 @@
 TP 1->1, 2->1, 1->2 and 2->2 with pages in shuffled order, through each transport, 256 MiB and 1 GiB a pair of ranks: 32
 layers, 8 heads of 128, bf16. What is measured, and how, is ``python -m bench transfer``'s matter: bytes are checked
 first, transfers and plain copies take turns, and ``share`` is the copies' median time over ours until each decode rank
-has its rows in its pages (``share_until_known``: until each knows that all have). Rows are announced before they are
-handed over, and that happens while the GPU still computes for ``--queued-ms``, as engines' hosts run ahead; time counts
-from when it is done, for the plain copies too. The last part holds ``staged`` against ``slice`` over NIXL: 1,024
-tokens, final when they are handed over.
+has its rows in its pages (``share_until_known``: until each knows that all have; ``share_until_released``: until each
+engine sees its pages released). Rows are announced before they are handed over, and that happens while the GPU still
+computes for ``--queued-ms``, as engines' hosts run ahead; time counts from when it is done, for the plain copies too.
+The last part holds ``staged`` against ``slice`` over NIXL: 1,024 tokens, final when they are handed over.
 
     python benchmarks/gpu_transfer.py > benchmarks/results/h200_transfer.json
 
@@ -93,6 +93,8 @@ def row(report: TransferReport, strategy: str) -> dict[str, object]:
         "segments": found.segments,
         "placed_us": round(found.phases["placed"].p50 * 1e6, 1),
         "placed_p95_us": round(found.phases["placed"].p95 * 1e6, 1),
+        "known_us": round(found.phases["known"].p50 * 1e6, 1),
+        "known_p95_us": round(found.phases["known"].p95 * 1e6, 1),
         "total_us": round(found.phases["total"].p50 * 1e6, 1),
         "total_p95_us": round(found.phases["total"].p95 * 1e6, 1),
         "copies_us": round(report.ceiling.total.p50 * 1e6, 1),
@@ -100,7 +102,8 @@ def row(report: TransferReport, strategy: str) -> dict[str, object]:
         "GB_per_s": round(found.gb_per_s, 1),
         "copies_GB_per_s": round(report.ceiling.gb_per_s, 1),
         "share": round(report.ceiling.total.p50 / found.phases["placed"].p50, 3),
-        "share_until_known": round(report.ceiling.total.p50 / found.phases["total"].p50, 3),
+        "share_until_known": round(report.ceiling.total.p50 / found.phases["known"].p50, 3),
+        "share_until_released": round(report.ceiling.total.p50 / found.phases["total"].p50, 3),
         "share_of_wire": round(found.share_of_ceiling, 3),
         "host_us_per_gather": round(host * 1e6 * shape.prefill_tp / max(found.segments, 1), 1),
         "phases_us": {name: round(q.p50 * 1e6, 1) for name, q in found.phases.items()},

@@ -47,8 +47,9 @@ import torch
 from attrs import define, field, frozen
 
 from bench.data import fill, page_ids, poison, wrong
+from bench.engine import BUSY_S, LOOK_S, between_polls, run_python, wait_until
 from bench.machine import Machine
-from bench.rank import BUSY_S, LOOK_S, attend, run_python, wait_until
+from bench.rank import attend
 from bench.ranks import Ranks, running
 from bench.shape import TransferShape
 from benchmarks.gpu_transfer import said
@@ -235,7 +236,7 @@ class Rank:
             handles: list[Any] = [*receptions]
         else:
             handles = [end.open(name) for name in names]
-            _until_all(handles, lambda handle: handle.held is not None)
+            _until_all(end, handles, lambda handle: handle.held is not None)
         self._handles[variant] = handles
         self._before[variant] = self._spent(variant)
 
@@ -253,9 +254,9 @@ class Rank:
             for handle in handles:
                 handle.finish(rows)
         else:
-            _until_all(handles, lambda handle: handle.phase is Phase.DONE, busy=busy)
+            _until_all(end, handles, lambda handle: handle.phase is Phase.DONE, busy=busy)
             at = max(handle.report.ended for handle in handles)
-        _until_all(handles, lambda handle: bool(handle.released), busy=busy)
+        _until_all(end, handles, lambda handle: bool(handle.released), busy=busy)
         return at, self._spent(variant) - self._before[variant]
 
     def _tables(self, load: str) -> list[PageTable]:
@@ -309,9 +310,11 @@ def serve(pipe: Connection, setup: Setup) -> None:
     attend(pipe, setup.device, lambda: Rank(setup))
 
 
-def _until_all(handles: Sequence[Any], good: Callable[[Any], bool], *, busy: bool = False) -> None:
+def _until_all(
+    end: PrefillEndpoint | DecodeEndpoint, handles: Sequence[Any], good: Callable[[Any], bool], *, busy: bool = False
+) -> None:
     for handle in handles:
-        wait_until(partial(good, handle), handle, TIMEOUT_S, LOOK_S, busy=busy)
+        wait_until(end.poll, partial(good, handle), handle, TIMEOUT_S, between_polls(busy=busy, pause_s=LOOK_S))
 
 
 @define

@@ -13,7 +13,8 @@ import torch
 from attrs import frozen
 
 from bench.emulated import emulate
-from bench.rank import GRANTED_S, LOOK_S, SELDOM_S, Served, attend, wait_until
+from bench.engine import between_polls, wait_until
+from bench.rank import GRANTED_S, Served, attend
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
@@ -293,13 +294,7 @@ class Prefill:
         self._way, self._rows = way, rows
         delivery = self._ends[way].open(RoomId(room))
         self._room = [delivery]
-        done = (Phase.FAILED,)
-        wait_until(
-            lambda: delivery.held is not None or delivery.phase in done,
-            delivery,
-            self._setup.timeout_s,
-            LOOK_S,
-        )
+        self._until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED)
 
     def compute(self, rows: int, seed: int) -> float:
         """Seconds of a forward pass whose cache goes to the pages and nowhere else."""
@@ -355,11 +350,15 @@ class Prefill:
         settle(self._setup.device)
         return step
 
+    def _until(self, good: Callable[[], bool]) -> None:
+        poll = self._ends[self._way].poll
+        wait_until(poll, good, self._room[0], self._setup.timeout_s, between_polls(busy=False))
+
     def _finish(self, began: float, token: int, model_s: float) -> Sent:
         (delivery,) = self._room
         self._pool.write_aux(0, token.to_bytes(AUX, "little"))
         delivery.finish(self._rows, aux=0)
-        wait_until(lambda: delivery.released, delivery, self._setup.timeout_s, SELDOM_S)
+        self._until(lambda: delivery.released)
         if delivery.error is not None:
             raise delivery.error
         report = delivery.report
@@ -452,10 +451,10 @@ class Decode:
     def arrive(self) -> Came:
         """Wait until everything is there."""
         (reception,), setup = self._room, self._setup
-        wait_until(lambda: reception.phase is Phase.DONE, reception, setup.timeout_s, LOOK_S)
+        poll, between = self._ends[self._way].poll, between_polls(busy=False)
+        wait_until(poll, lambda: reception.released, reception, setup.timeout_s, between)
         ended = reception.report.ended
         assert ended is not None
-        wait_until(lambda: reception.released, reception, setup.timeout_s, LOOK_S)
         return Came(ended, int.from_bytes(self._pools[self._way].read_aux(0), "little"))
 
     def digest(self, way: Way, rows: int) -> tuple[int, ...]:

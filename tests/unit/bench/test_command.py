@@ -56,7 +56,9 @@ def test_strategies_stand_side_by_side_under_one_ceiling(transport: str, capsys:
     assert found["nbytes"] == 40 * 2 * 2 * 4 * 16 * 2
     assert list(found["strategies"]) == ["slice", "staged"]
     for name, measured in found["strategies"].items():
-        assert list(measured["phases"]) == [*PHASES, "call", "grant", "placed", "total"]
+        assert list(measured["phases"]) == [*PHASES, "call", "grant", "placed", "known", "total"]
+        placed, known, total = (measured["phases"][phase]["p50"] for phase in ("placed", "known", "total"))
+        assert placed <= known <= total
         assert all(of.keys() == QUANTILES and 0 <= of["p50"] <= of["p95"] for of in measured["phases"].values())
         assert measured["path"] == name
         assert measured["gb_per_s"] == pytest.approx(found["nbytes"] / measured["phases"]["total"]["p50"] / 1e9)
@@ -116,7 +118,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*SMALL, "--transport", "inproc", "--strategies", "staged", "--prefill-tp", "1"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("gather", "share of ceiling", "plain writes", "every byte was right"))
+    assert all(
+        word in text for word in ("gather", "known ms", "share of ceiling", "plain writes", "every byte was right")
+    )
 
 
 def test_busy_engine_threads_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,11 @@ import multiprocessing
 import pickle
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -16,8 +18,11 @@ import pytest
 
 from bench import TransferShape, bulk, machine, ranks, run_transfer
 from bench.data import fill, page_ids, poison, wrong
-from bench.rank import BUSY_S, _portable, wait_until
+from bench.engine import between_polls, wait_until
+from bench.rank import _portable
 from bench.ranks import Ranks
+from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import (
     ConfigurationError,
     DeadlineError,
@@ -147,17 +152,61 @@ def test_the_machine_is_named_also_where_less_is_known(tmp_path: Path) -> None:
     assert here is None or len(here.removesuffix("-dirty")) == 40
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_only_a_busy_engine_thread_computes_between_two_polls(busy: bool) -> None:
-    """The processor time that the thread spends in the 50 ms in which it looks at a room."""
+def test_a_busy_engine_thread_computes_between_two_polls_and_one_that_waits_sleeps() -> None:
+    """The processor time of the same number of pauses, on a host that may give the thread a third of a core."""
+    spent: list[float] = []
+    for between in (between_polls(busy=False, pause_s=0.001), between_polls(busy=True)):
+        began = time.thread_time()
+        for _ in range(200):
+            between()
+        spent.append(time.thread_time() - began)
+    assert spent[1] > 3 * spent[0]
+
+
+def test_an_engine_thread_polls_once_between_two_pieces_of_work() -> None:
+    polls: list[str] = []
     rig = Rig(SMALL.spec())
     (prefill,) = rig.prefill(tp_shards(SMALL.spec(), 1))
     with closing(prefill.endpoint) as end:
-        delivery = end.open(RoomId(b"busy"))
-        began, until = time.thread_time(), time.monotonic() + 0.05
-        wait_until(lambda: time.monotonic() > until, delivery, 60.0, 0.005, busy=busy)
-        spent = time.thread_time() - began
-    assert (spent >= 2 * BUSY_S) == busy
+        delivery = end.open(RoomId(b"in turns"))
+        wait_until(lambda: polls.append("poll"), lambda: len(polls) == 5, delivery, 60.0, lambda: polls.append("work"))
+    assert polls == ["poll", "work", "poll", "work", "poll"]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_engine_threads_of_both_sides_poll_while_they_wait(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill's while it waits for the room and for its release, and decode's while it waits for the release."""
+    polls: Counter[type] = Counter()
+
+    def watched(kind: type[PrefillEndpoint | DecodeEndpoint]) -> None:
+        real = kind.poll
+
+        def poll(self: Any) -> Any:
+            polls[kind] += 1
+            return real(self)
+
+        monkeypatch.setattr(kind, "poll", poll)
+
+    for kind in (PrefillEndpoint, DecodeEndpoint):
+        watched(kind)
+    run_transfer(attrs.evolve(SMALL, strategies=("slice",), busy=busy, repeats=2))
+    assert polls[PrefillEndpoint] >= 6
+    assert polls[DecodeEndpoint] >= 3
+
+
+def test_a_transfer_ends_when_decodes_engine_sees_the_release_and_known_is_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where decode's pages are held for 100 ms after the end, ``total`` has them and ``known`` has not."""
+
+    def late(self: ReceptionHandle) -> bool:
+        ended = self.report.ended
+        return self.state[1] and ended is not None and time.monotonic() > ended + 0.1
+
+    monkeypatch.setattr(ReceptionHandle, "released", property(late))
+    phases = run_transfer(attrs.evolve(SMALL, strategies=("slice",))).strategies["slice"].phases
+    assert phases["known"].p50 + 0.1 < phases["total"].p50
+    assert phases["placed"].p50 <= phases["known"].p50
 
 
 @pytest.mark.parametrize("strategy", ["staged", "mapped"])
