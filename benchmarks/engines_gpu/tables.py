@@ -16,7 +16,7 @@ SAME = ("gpus", "driver", "versions", "settings")
 
 
 def merged(documents: Sequence[Found]) -> dict[str, Any]:
-    """One document of several runs, which were made on the same hardware; each keeps its commit, and the last names all.
+    """One document of several runs, made on the same hardware; each keeps its commit, and the last names all.
 
     Raises:
         ValueError: they differ, or a run is red.

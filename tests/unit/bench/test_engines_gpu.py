@@ -42,7 +42,7 @@ TWO = cli.Gpus(("GPU of a test",) * 2, "driver 1")
 
 
 def arguments(out: Path, *more: str) -> argparse.Namespace:
-    common = ("--out", str(out), "--limit-s", "60", "--reps", "3", "--rounds", "2", "--commit", "f" * 40)
+    common = ("--out", str(out), "--limit-s", "240", "--reps", "3", "--rounds", "2", "--commit", "f" * 40)
     return cli.arguments(["run", "--topology", "1to1", "--block", "64", *common, *more])
 
 
@@ -185,7 +185,7 @@ def test_a_run_gives_all_modes_the_same_prompts_in_turn_and_ends_well(complete: 
     assert document["commit"] == "f" * 40
     assert set(document["ended_s"]) == {"start", "warm-up", "singles", "loads", "all"}
     assert "| ours, at once / push, at once |" in whole(document)
-    assert "| 1->1 | 64 | 512 |" in headline(document)
+    assert "| TP 1->1, blocks of 64 |" in headline(document)
 
 
 def test_the_plot_shows_every_mode_and_no_words_overlap(complete: tuple[int, dict[str, Any]]) -> None:
