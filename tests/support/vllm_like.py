@@ -216,7 +216,7 @@ class Engine:
                 )  # fmt: skip
                 self.receivers.append(receiver)
             self.tensors.append(tensors)
-            self.ranks.append(WorkerSide(sender, receiver, names))
+            self.ranks.append(WorkerSide(sender, receiver, names, claim_s=(options or Options()).claim_s))
         for meeting in meetings:
             if produces:
                 meeting.learn(instance, [f"inproc://{instance}-p{rank}" for rank in range(tp)])

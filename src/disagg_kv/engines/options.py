@@ -49,8 +49,9 @@ class EngineOptions:
             terms that the adapters of several engines share.
         verify: which segments decode compares with checksums: ``off``, ``sampled`` or ``full``.
         silence_s: seconds without a frame after which a peer is lost.
-        claim_s: seconds for which prefill keeps the pages of a request that no decode instance has asked for. A request
-            that waits in decode's queue for longer is not loaded.
+        claim_s: seconds for which prefill keeps the pages of a request that no decode instance has asked for. With
+            vLLM, prefill keeps them for longer while a decode instance queues the request; otherwise a request that
+            waits in decode's queue for longer is not loaded.
         total_s: seconds after which a transfer fails.
         switch_interval_s: see ``switch_s`` of :class:`~disagg_kv.endpoints.Environment`; 0: the interpreter's switch
             interval is left as it is.

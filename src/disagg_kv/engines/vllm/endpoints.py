@@ -62,7 +62,7 @@ def open_worker(
     )
     names = {layer.name: LayerId(number) for number, layer in enumerate(facts.layers)}
     mark = None if opened.on_cpu else queued_work
-    return WorkerSide(opened.sender, opened.receiver, names, mark), opened
+    return WorkerSide(opened.sender, opened.receiver, names, mark, claim_s=options.claim_s), opened
 
 
 def _pool(

@@ -6,14 +6,19 @@ that nothing reads them any more.
 
 A request of a **decode** instance waits until all its rows have landed, or the transfer has failed. What happens then
 is vLLM's own policy: it computes the prompt itself, or fails the request.
+
+Either side may wait in its engine's queue while the other one is ready. A request that waits there for
+:data:`QUEUED_S` is announced to the other side, which then keeps its blocks for longer than ``claim_s``.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any, Protocol
 
 from attrs import define, frozen
@@ -33,6 +38,9 @@ ANSWERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 MAX_LOADED = 1 << 16
 """Transfers that a decode instance remembers, to notice further requests for the same rows."""
+
+QUEUED_S = 1.0
+"""After so long in the engine's queue a request is announced. Few requests wait so long, so few have that cost."""
 
 
 class EngineRequest(Protocol):
@@ -107,19 +115,30 @@ class Sending:
         tag: digest of the prompt.
         preemptions: how often vLLM had preempted the request at the last look.
         sent: rows of the chunks so far.
-        opened: the ranks have had a chunk, so they have a room that must end.
+        opened: the ranks have a room, which must end.
         complete: the last row of the prompt was among them.
         lost: vLLM may have freed blocks with rows that decode needs.
+        since: when the request came; infinite if decode cannot know the transfer yet.
     """
 
     request: EngineRequest
     transfer: str
     tag: bytes
+    since: float
     preemptions: int = 0
     sent: int = 0
     opened: bool = False
     complete: bool = False
     lost: bool = False
+
+
+@define
+class Queued:
+    """A decode request in the engine's queue. ``said``: it is announced to prefill."""
+
+    origin: Origin
+    since: float
+    said: bool = False
 
 
 class SchedulerSide:
@@ -130,15 +149,26 @@ class SchedulerSide:
         groups: vLLM's KV cache groups that are transferred, in order.
         produces: whether other instances may decode requests of this one.
         consumes: whether other instances may prefill requests of this one.
+        clock: gives seconds.
     """
 
-    def __init__(self, instance: str, groups: Sequence[BlockGroup], *, produces: bool, consumes: bool) -> None:
+    def __init__(
+        self,
+        instance: str,
+        groups: Sequence[BlockGroup],
+        *,
+        produces: bool,
+        consumes: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._instance = instance
         self._groups = tuple(groups)
         self._produces = produces
         self._consumes = consumes
+        self._clock = clock
         self._addresses: tuple[str, ...] = ()
         self._sending: dict[str, Sending] = {}
+        self._queued: dict[str, Queued] = {}
         self._loading: set[str] = set()
         self._loaded: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._work = StepWork()
@@ -152,6 +182,11 @@ class SchedulerSide:
     def on_new_request(self, request: EngineRequest) -> None:
         """A request has come; it is sent if another instance decodes it."""
         params = request.kv_transfer_params or {}
+        if params.get(REMOTE_PREFILL) and self._consumes:
+            try:
+                self._queued[request.request_id] = Queued(Origin.of(params), self._clock())
+            except RemoteProtocolError as exc:
+                log.warning("request %s: %s", request.request_id, exc)
         if not params.get(REMOTE_DECODE) or not self._produces:
             return
         given, tag = transfer_id(params), tag_of(request)
@@ -165,7 +200,7 @@ class SchedulerSide:
             self._work.unsent += [] if given is None else [given]
         else:
             transfer = given if given is not None else f"{request.request_id}-{uuid.uuid4().hex[:12]}"
-            self._sending[request.request_id] = Sending(request, transfer, tag)
+            self._sending[request.request_id] = Sending(request, transfer, tag, inf if given is None else self._clock())
 
     def _chunks(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> None:
         for name, one in self._sending.items():
@@ -254,6 +289,7 @@ class SchedulerSide:
             return
         params[REMOTE_PREFILL] = False  # vLLM calls again once the rows are there
         name, tag = request.request_id, tag_of(request)
+        self._leave(name)
         if self._is_sibling(request):
             return
         try:
@@ -283,11 +319,32 @@ class SchedulerSide:
         known = {group.id: first for group in self._groups} if first else {}
         return Load(origin, stop, self._pages(blocks, first, stop), known, tag)
 
+    def _leave(self, name: str) -> None:
+        """A decode request is in the engine's queue no more."""
+        one = self._queued.pop(name, None)
+        if one is not None and one.said:
+            self._work.left.append(one.origin.transfer)
+
     # Both.
+
+    def _announce(self) -> None:
+        """The requests that have waited in the engine's queue for long: those of prefill, then those of decode."""
+        until = self._clock() - QUEUED_S
+        for name, one in self._sending.items():
+            if one.since <= until and not (one.opened or one.lost):
+                self._work.early[name] = one.transfer, one.tag
+                one.opened = True
+        said = {one.origin.transfer for one in self._queued.values() if one.said}
+        for waiting in self._queued.values():
+            if waiting.since <= until and waiting.origin.transfer not in said:
+                self._work.queued.append(waiting.origin)
+                said.add(waiting.origin.transfer)
+                waiting.said = True
 
     def build(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> StepWork:
         """The work of this step, once. ``scheduled`` has the number of tokens per request."""
         self._chunks(scheduled, blocks)
+        self._announce()
         work, self._work = self._work, StepWork()
         work.idle = not scheduled
         return work
@@ -295,6 +352,7 @@ class SchedulerSide:
     def finished(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether vLLM must keep its blocks, and what its response carries."""
         name = request.request_id
+        self._leave(name)
         if name in self._loading:
             self._work.aborted.append(name)  # vLLM keeps the blocks of a request that waits for rows
         else:

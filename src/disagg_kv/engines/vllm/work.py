@@ -82,6 +82,9 @@ class StepWork:
         refused: decode requests that cannot be loaded, and why.
         unsent: transfers of prefill requests that ended before any row was computed.
         aborted: requests of either side that the engine has ended.
+        early: prefill requests that still wait in the engine's queue: id of the transfer, and digest of the prompt.
+        queued: transfers whose decode requests wait in the engine's queue.
+        left: those of earlier ``queued`` that wait there no more, by id.
         idle: the step computes nothing.
     """
 
@@ -92,10 +95,14 @@ class StepWork:
     refused: dict[str, str] = field(factory=dict)
     unsent: list[str] = field(factory=list)
     aborted: list[str] = field(factory=list)
+    early: dict[str, tuple[str, bytes]] = field(factory=dict)
+    queued: list[Origin] = field(factory=list)
+    left: list[str] = field(factory=list)
     idle: bool = False
 
     def __bool__(self) -> bool:
-        return any((self.chunks, self.preempted, self.loads, self.declined, self.refused, self.unsent, self.aborted))
+        requests = (self.chunks, self.preempted, self.loads, self.declined, self.refused, self.unsent, self.aborted)
+        return any((*requests, self.early, self.queued, self.left))
 
 
 @frozen

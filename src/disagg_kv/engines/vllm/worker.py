@@ -12,6 +12,7 @@ import select
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from math import inf
 
 from attrs import define, field
 
@@ -19,6 +20,7 @@ from ...core import Phase
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step, room_id
 from ...ids import LayerId, RoomId
 from ...memory import Event
+from .params import Origin
 from .stats import Counters
 from .work import Chunk, Declined, Load, StepWork, tables
 
@@ -30,6 +32,14 @@ IDLE_S = 0.002
 LOAD_S = 0.01
 """The same while a decode request loads. It ends with the load, which the same step then reports: vLLM needs some
 milliseconds for the next one."""
+
+ANSWER_S = 1.0
+"""For so long prefill looks whether a decode instance has said that it queues a request."""
+
+ENDLESS_S = 1e8
+"""Instead of a room's ``claim_s``: ``total_s`` ends it."""
+
+WORD = b"queued"
 
 
 @define
@@ -49,11 +59,27 @@ class Results:
 
 @define
 class Outgoing:
-    """A prefill request. ``ended``: vLLM has ended the request, so it may be reported."""
+    """A prefill request.
+
+    Args:
+        delivery: its room.
+        transfer: its id.
+        since: when the room was opened.
+        begun: it has had a chunk.
+        finished: it has had its last chunk.
+        ended: vLLM has ended the request, so it may be reported.
+        claim_by: when the room ends unless a decode instance has asked for it, or queues it.
+        word: the room by which decode instances say that they queue it.
+    """
 
     delivery: Delivery
+    transfer: str
+    since: float
+    begun: bool = False
     finished: bool = False
     ended: bool = False
+    claim_by: float = inf
+    word: Delivery | None = None
 
 
 @define
@@ -73,6 +99,7 @@ class WorkerSide:
         layers: layer ids by vLLM's names of layers.
         mark: an event that fires when the engine's stream has done what is queued now; None: everything is done on
             return, as on a CPU.
+        claim_s: seconds for which blocks of a finished prefill request are kept if no decode instance asks for them.
     """
 
     def __init__(
@@ -81,17 +108,21 @@ class WorkerSide:
         receiver: DecodeEndpoint | None,
         layers: Mapping[str, LayerId],
         mark: Callable[[], Event] | None = None,
+        *,
+        claim_s: float = 30.0,
     ) -> None:
         self._sender = sender
         self._receiver = receiver
         self._layers = dict(layers)
         self._mark = mark
+        self._claim_s = claim_s
         self._changes = select.poll()
         for endpoint in (sender, receiver):
             if endpoint is not None:
                 self._changes.register(endpoint, select.POLLIN)
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Incoming] = {}
+        self._queued: dict[str, Reception] = {}
         self._closing: dict[RoomId, Delivery | Reception] = {}
         self._unopened: set[str] = set()
         self._results = Results()
@@ -123,9 +154,16 @@ class WorkerSide:
             self._fail_load(name, reason)
         for name, load in work.loads.items():
             self._attempt(name, partial(self._load, name, load))
+        for name, (transfer, tag) in work.early.items():
+            self._attempt(name, partial(self._room, name, transfer, tag))
         self._announce(work.chunks)
         for name in work.aborted:
             self._abort(name)
+        for origin in work.queued:
+            self._say_queued(origin)
+        for transfer in work.left:
+            if transfer in self._queued:
+                self._end(self._queued.pop(transfer), "decode queues the request no more")
 
     def layer_ready(self, name: str) -> None:
         """A layer of the forward pass is computed."""
@@ -165,10 +203,15 @@ class WorkerSide:
         self._results.sent |= ended & self._unopened
         self._unopened -= ended
         prefill_closed, decode_closed = _closed(self._sender), _closed(self._receiver)
+        now = time.monotonic()
         for name, going in list(self._outgoing.items()):
+            if going.finished and going.delivery.phase is Phase.CONNECTING and not prefill_closed:
+                self._attempt(name, partial(self._claim, going, now))
             if going.ended and (going.delivery.released or prefill_closed):
                 del self._outgoing[name]
                 self._sent(name, going.delivery)
+                if going.word is not None:
+                    self._end(going.word, "the request has ended")
         for name, coming in list(self._incoming.items()):
             if coming.reception.released or decode_closed:
                 del self._incoming[name]
@@ -193,7 +236,7 @@ class WorkerSide:
         if self._sender is None or not chunks:
             return
         for name, chunk in chunks.items():
-            self._attempt(name, partial(self._open, name, chunk))
+            self._attempt(name, partial(self._add, name, chunk))
         rooms = {
             self._outgoing[name].delivery.room: (chunk.stop, tables(chunk.pages))
             for name, chunk in self._computing.items()
@@ -211,15 +254,20 @@ class WorkerSide:
         for name in names:
             self._abort(name)
 
-    def _open(self, name: str, chunk: Chunk) -> None:
-        """Add a chunk to the forward pass, if its room is open; the first chunk opens it."""
+    def _room(self, name: str, transfer: str, tag: bytes) -> None:
         assert self._sender is not None
+        self._unopened.add(name)
+        delivery = self._sender.open(room_id(transfer), tag=tag, claim_s=ENDLESS_S)
+        self._outgoing[name] = Outgoing(delivery, transfer, time.monotonic())
+        self._unopened.remove(name)
+
+    def _add(self, name: str, chunk: Chunk) -> None:
+        """Add a chunk to the forward pass, if its room is open; the first chunk opens it."""
         if name in self._unopened:
             return
         if name not in self._outgoing:
-            self._unopened.add(name)
-            self._outgoing[name] = Outgoing(self._sender.open(room_id(chunk.transfer), tag=chunk.tag))
-            self._unopened.remove(name)
+            self._room(name, chunk.transfer, chunk.tag)
+        self._outgoing[name].begun = True
         delivery = self._outgoing[name].delivery
         if delivery.phase not in (Phase.FAILED, Phase.DONE):
             # A chunk that is refused would fail the whole pass.
@@ -230,7 +278,34 @@ class WorkerSide:
         going = self._outgoing[name]
         if not going.finished:
             going.delivery.finish(chunk.stop, ready=ready)
-            going.finished = True
+            going.finished, going.claim_by = True, time.monotonic() + self._claim_s
+
+    def _claim(self, going: Outgoing, now: float) -> None:
+        """Not all decode ranks have asked for a finished request: is it still to be expected that they do?
+
+        After ``claim_s`` it is while a decode instance says that it queues the request. Its word is a room without
+        rows, so it ends with that instance. It is not if that instance itself waits for a request which our engine
+        queues: blocks of the one may be all that the other lacks.
+        """
+        assert self._sender is not None
+        if going.word is not None and going.word.phase is Phase.READY:
+            if self._blocked(now):
+                going.delivery.abort("decode queues it, and waits for another request that needs its blocks")
+            going.claim_by = now + self._claim_s
+        elif now >= going.claim_by and going.word is None:
+            going.word = self._sender.open(_word(going.transfer), tag=WORD, claim_s=ENDLESS_S)
+            going.claim_by = now + ANSWER_S
+        elif now >= going.claim_by:
+            going.delivery.abort(f"no decode instance asked for it within {self._claim_s:g} s of its end (claim_s)")
+
+    def _blocked(self, now: float) -> bool:
+        """Whether decode waits for a request that our engine queues; True once for each, in ``claim_s``."""
+        for going in self._outgoing.values():
+            waits = not going.begun and going.delivery.phase is Phase.READY
+            if waits and now - going.since >= self._claim_s:
+                going.since = now
+                return True
+        return False
 
     def _unsent(self, transfer: str) -> None:
         """Decode may wait for a request that ended before its first rows: answer it, with any tag."""
@@ -267,6 +342,17 @@ class WorkerSide:
         self.counters.add(load_failed=1)
         log.warning("request %s was not loaded: %s", name, reason)
 
+    def _say_queued(self, origin: Origin) -> None:
+        """Prefill may keep the blocks of a request that waits in our engine's queue."""
+        if self._receiver is None:
+            return
+        try:
+            word = self._receiver.open(_word(origin.transfer), origin.source, tag=WORD, claim_s=ENDLESS_S)
+            self._queued[origin.transfer] = word
+            word.expect(Expectation(0, []))
+        except Exception as exc:
+            log.warning("prefill does not learn that transfer %s is queued: %s", origin.transfer, exc)
+
     def _decline(self, declined: Declined) -> None:
         """Prefill may free the pages of a request whose rows are not needed."""
         if (receiver := self._receiver) is not None:
@@ -282,8 +368,11 @@ class WorkerSide:
         except Exception as exc:
             log.warning("a transfer could not be declined: %s", exc)
         else:
-            handle.abort(reason)
-            self._closing[handle.room] = handle
+            self._end(handle, reason)
+
+    def _end(self, handle: Delivery | Reception, reason: str) -> None:
+        handle.abort(reason)
+        self._closing[handle.room] = handle
 
     def _abort(self, name: str) -> None:
         for handle in (self._outgoing.get(name), self._incoming.get(name)):
@@ -304,6 +393,11 @@ class WorkerSide:
                 self._incoming[name].reception.abort(str(exc))
             elif name not in self._unopened:
                 self._fail_load(name, str(exc))
+
+
+def _word(transfer: str) -> RoomId:
+    """The room by which decode says that it queues a request. Its tag differs from those of prompts."""
+    return room_id(f"queued {transfer}")
 
 
 def _closed(endpoint: PrefillEndpoint | DecodeEndpoint | None) -> bool:

@@ -82,6 +82,24 @@ def test_a_transfer_is_used_once(pair: Pair) -> None:
     d.check_quiet()
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["live", "over"])
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
+def test_a_transfer_id_that_a_router_uses_for_two_prompts(pair: Pair, tps: tuple[int, int], over: bool) -> None:
+    """The second prompt is computed by decode, whether the first transfer goes on or is over."""
+    p, d = pair(tps, options=Options(claim_s=0.5))
+    p.prefill("p", prompt(9, 1), "t")
+    d.decode("d", prompt(9, 1), origin(p))
+    if over:
+        run(p, d)
+    p.prefill("q", prompt(9, 2), "t")
+    d.decode("e", prompt(9, 2), origin(p))
+    run(p, d)
+    assert d.loaded == ["d"]
+    assert computed(d, "e")
+    p.check_quiet()
+    d.check_quiet()
+
+
 def test_a_rejected_request_frees_the_blocks_of_prefill(pair: Pair) -> None:
     """VLLM announces it by a stand-in with one token, which it has aborted already."""
     p, d = pair(options=Options(claim_s=60.0))

@@ -361,3 +361,59 @@ def test_transfers_that_were_loaded_are_remembered_up_to_a_bound(monkeypatch: py
     one.build({}, None)
     one.finished(again[1])
     assert not one.pending, "the transfer is not declined"
+
+
+class Clock:
+    """Time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def test_requests_are_announced_once_they_have_been_queued_for_long() -> None:
+    """Decode's once for each transfer, and prefill's only if decode can know the transfer."""
+    clock = Clock()
+    one = SchedulerSide("P", (A,), produces=True, consumes=True, clock=clock)
+    for name in ("d", "sibling"):
+        one.on_new_request(Request(name, prompt(10), ORIGIN.params()))
+    one.on_new_request(Request("p", prompt(10), {**DECODE, "transfer_id": "given"}))
+    one.on_new_request(Request("q", prompt(10), dict(DECODE)))
+    assert one.build({}, None) == StepWork(idle=True)
+    clock.now += scheduler.QUEUED_S
+    tag = prompt_tag(prompt(10))
+    assert one.build({}, None) == StepWork(queued=[ORIGIN], early={"p": ("given", tag)}, idle=True)
+    clock.now += scheduler.QUEUED_S
+    assert one.build({}, None) == StepWork(idle=True)
+
+
+def test_a_queued_request_that_gets_its_blocks_or_ends_is_taken_back() -> None:
+    clock = Clock()
+    one = SchedulerSide("P", (A,), produces=True, consumes=True, clock=clock)
+    requests = [
+        Request("d", prompt(10), ORIGIN.params()),
+        Request("e", prompt(10, 1), {**ORIGIN.params(), "transfer_id": "u"}),
+    ]
+    for request in requests:
+        one.on_new_request(request)
+    clock.now += scheduler.QUEUED_S
+    assert len(one.build({}, None).queued) == 2
+    one.on_allocated(requests[0], ([1, 2, 3],), 10)
+    one.finished(requests[1])
+    work = one.build({}, None)
+    assert work.left == [ORIGIN.transfer, "u"]
+    assert one.build({}, None) == StepWork(idle=True)
+
+
+def test_a_request_that_waits_only_shortly_is_not_announced() -> None:
+    clock = Clock()
+    one = SchedulerSide("P", (A,), produces=True, consumes=True, clock=clock)
+    request = Request("d", prompt(10), ORIGIN.params())
+    one.on_new_request(request)
+    one.on_allocated(request, ([1, 2, 3],), 10)
+    clock.now += 10 * scheduler.QUEUED_S
+    work = one.build({}, None)
+    assert (list(work.loads), work.queued, work.left) == (["d"], [], [])
