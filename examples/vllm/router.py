@@ -91,7 +91,7 @@ class Origins:
 
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Any]] = {}
-        self._seen: dict[str, set[str]] = {}
+        self._seen: dict[str, list[dict[str, Any]]] = {}
         self._several: set[str] = set()
 
     def of(self, server: str) -> dict[str, Any] | None:
@@ -100,11 +100,12 @@ class Origins:
 
     def learn(self, server: str, origin: dict[str, Any]) -> None:
         """A server has answered."""
-        known, seen, name = self._known.get(server), self._seen.setdefault(server, set()), origin["instance"]
-        if known not in (None, origin) and name in seen and server not in self._several:
+        known, seen = self._known.get(server), self._seen.setdefault(server, [])
+        if origin not in seen:
+            seen.append(origin)
+        elif known not in (None, origin) and server not in self._several:
             log.warning("%s has several data-parallel ranks: decode is asked once it has answered", server)
             self._several.add(server)
-        seen.add(name)
         self._known[server] = origin
 
     def forget(self, server: str) -> None:
@@ -271,9 +272,11 @@ def application(router: Router) -> FastAPI:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1", help="address at which clients reach the router")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--prefill", nargs="+", required=True)
     parser.add_argument("--decode", nargs="+", required=True)
     parser.add_argument("--after-prefill", action="store_true", help="ask decode once prefill has answered")
     given = parser.parse_args()
-    uvicorn.run(application(Router(given.prefill, given.decode, after_prefill=given.after_prefill)), port=given.port)
+    served = application(Router(given.prefill, given.decode, after_prefill=given.after_prefill))
+    uvicorn.run(served, host=given.host, port=given.port)

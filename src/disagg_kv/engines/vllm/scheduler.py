@@ -40,7 +40,7 @@ MAX_LOADED = 1 << 16
 """Transfers that a decode instance remembers, to notice further requests for the same rows."""
 
 QUEUED_S = 1.0
-"""After so long in the engine's queue a request is announced. Few requests wait so long, so few have that cost."""
+"""Seconds in the engine's queue after which a request is announced. Few wait for longer, so few have that cost."""
 
 
 class EngineRequest(Protocol):

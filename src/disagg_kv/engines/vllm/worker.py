@@ -34,7 +34,7 @@ LOAD_S = 0.01
 milliseconds for the next one."""
 
 ANSWER_S = 1.0
-"""For so long prefill looks whether a decode instance has said that it queues a request."""
+"""Seconds for which prefill looks whether a decode instance queues a request."""
 
 ENDLESS_S = 1e8
 """Instead of a room's ``claim_s``: ``total_s`` ends it."""
@@ -343,7 +343,7 @@ class WorkerSide:
         log.warning("request %s was not loaded: %s", name, reason)
 
     def _say_queued(self, origin: Origin) -> None:
-        """Prefill may keep the blocks of a request that waits in our engine's queue."""
+        """Open the room by which prefill knows that our engine queues a request."""
         if self._receiver is None:
             return
         try:
