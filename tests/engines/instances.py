@@ -42,6 +42,18 @@ def small_model(folder: Path) -> Path:
     return folder
 
 
+def add_tokenizer(folder: Path) -> None:
+    """A tokenizer for it: a token is a byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {text: number for number, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    wrapped: Any = PreTrainedTokenizerFast
+    wrapped(tokenizer_object=made).save_pretrained(folder)
+
+
 def transfer(role: str, policy: str = "fail", **options: Any) -> dict[str, Any]:
     """``--kv-transfer-config`` of an instance."""
     return {

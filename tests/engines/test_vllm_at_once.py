@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(900)
 
 CLAIM_S = 3.0
 COUNT = 12
-OPTIONS = {"claim_s": CLAIM_S, "silence_s": 5.0}
-FEW = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 2048}
+OPTIONS: dict[str, Any] = {"claim_s": CLAIM_S, "silence_s": 5.0}
+FEW: dict[str, object] = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 2048}
 """2,016 tokens."""
 
 
