@@ -38,8 +38,6 @@ START_S = 400
 COUNT = 8
 GREEDY = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 
-TokensOf = Callable[[list[int], int], list[int]]
-
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return [3 + (7 * seed + 5 * one) % 250 for one in range(length)]
@@ -148,6 +146,10 @@ class Reader:
         assert status == 200, answer
         return list(answer["choices"][0]["token_ids"])
 
+    def alone(self, prompt: list[int]) -> list[int]:
+        """What the decode instance answers if it computes the prompt itself."""
+        return self.tokens(prompt, self.ports["decode"])
+
     def healthy(self, server: str, host: str = "127.0.0.1") -> bool:
         """Whether a server answers."""
         try:
@@ -203,7 +205,7 @@ def test_the_quick_start_shows_what_the_page_says(reader: Reader) -> None:
     assert marked(PAGE, "vllm serve").count(MODEL) == 1
 
 
-def test_a_completion_over_http(reader: Reader, tokens_of: TokensOf) -> None:
+def test_a_completion_over_http(reader: Reader) -> None:
     """Also streamed, with several choices, and with parameters of a client, which the router replaces.
 
     Decode's own port shows the rooms that Prometheus gets.
@@ -214,21 +216,21 @@ def test_a_completion_over_http(reader: Reader, tokens_of: TokensOf) -> None:
     }
     for number in range(3):
         asked = prompt(100 + 10 * number, number)
-        assert reader.tokens(asked, **hostile) == tokens_of(asked, COUNT)
+        assert reader.tokens(asked, **hostile) == reader.alone(asked)
     asked = prompt(60)
     status, answer = reader.post({**GREEDY, "prompt": asked, "n": 2, "temperature": 1.0})
     assert (status, len(answer["choices"])) == (200, 2)
     status, text = reader.post({**GREEDY, "prompt": asked, "stream": True})
     assert status == 200
     parts = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
-    assert [token for part in parts for token in part["token_ids"] or ()] == tokens_of(asked, COUNT)
+    assert [token for part in parts for token in part["token_ids"] or ()] == reader.alone(asked)
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.metrics_port}/metrics", timeout=60) as shown:
         metrics = shown.read().decode()
     ended = re.findall(r'^disagg_kv_rooms_ended_total{.*outcome="done".*side="decode"} (\S+)$', metrics, re.MULTILINE)
     assert sum(map(float, ended)) >= 3
 
 
-def test_two_routers_serve_the_same_instances(reader: Reader, tokens_of: TokensOf) -> None:
+def test_two_routers_serve_the_same_instances(reader: Reader) -> None:
     """One asks at once, the other one after prefill, with requests in flight together."""
     servers = " ".join(f"--{one} http://127.0.0.1:{reader.ports[one]}" for one in ("prefill", "decode"))
     reader.begins(
@@ -243,7 +245,7 @@ def test_two_routers_serve_the_same_instances(reader: Reader, tokens_of: TokensO
 
     reader.until(listens, "the second router listens")
     prompts = [prompt(40 + 20 * number, number) for number in range(8)]
-    wanted = [tokens_of(one, COUNT) for one in prompts]
+    wanted = [reader.alone(one) for one in prompts]
     loaded = reader.metric("decode", "vllm:disagg_kv_loaded_total")
     with ThreadPoolExecutor(8) as pool:
         ports = [reader.ports["router"], reader.other_port] * 4
@@ -264,7 +266,7 @@ def test_a_prompt_that_is_too_long_is_refused_to_the_client(reader: Reader, stre
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_request(reader: Reader, stream: bool) -> None:
     """Long before its last token."""
-    before = reader.metric("decode", "vllm:request_success_total", 'finished_reason="abort"')
+    before = reader.metric("decode", "vllm:generation_tokens_total")
     client = http.client.HTTPConnection("127.0.0.1", reader.ports["router"])
     body = {"model": str(reader.model), "prompt": prompt(50), "max_tokens": 960, "ignore_eos": True, "stream": stream}
     client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -273,22 +275,20 @@ def test_a_client_that_goes_away_ends_its_request(reader: Reader, stream: bool) 
     else:
         reader.until(lambda: reader.metric("decode", "vllm:num_requests_running") > 0, "decode runs")
     client.close()
-    reader.until(
-        lambda: reader.metric("decode", "vllm:request_success_total", 'finished_reason="abort"') > before, "decode ends"
-    )
     reader.until(reader.quiet, "all blocks are free")
+    assert reader.metric("decode", "vllm:generation_tokens_total") - before < 900
 
 
-def test_the_commands_for_two_hosts(tmp_path: Path, tokens_of: TokensOf) -> None:
+def test_the_commands_for_two_hosts(tmp_path: Path) -> None:
     """Keys, ZeroMQ and NIXL over TCP. A prefill server that restarts is found again."""
     reader = Reader(tmp_path)
     asked = [prompt(100 + number, number) for number in range(6)]
-    wanted = [tokens_of(one, COUNT) for one in asked]
     try:
         reader.runs("vllm keys")
         reader.starts("vllm prefill host")
         reader.starts("vllm decode host")
         reader.until(lambda: reader.healthy("prefill") and reader.healthy("decode", "127.0.0.2"), "they serve", START_S)
+        wanted = [reader.alone(one) for one in asked]
         reader.starts("vllm router host")
         reader.until(lambda: reader.healthy("router"), "the router listens")
         assert [reader.tokens(one) for one in asked[:3]] == wanted[:3]

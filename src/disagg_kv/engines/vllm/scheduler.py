@@ -334,9 +334,10 @@ class SchedulerSide:
             if one.since <= until and not (one.opened or one.lost):
                 self._work.early[name] = one.transfer, one.tag
                 one.opened = True
-        said = {one.origin.transfer for one in self._queued.values() if one.said}
-        for waiting in self._queued.values():
-            if waiting.since <= until and waiting.origin.transfer not in said:
+        late = [one for one in self._queued.values() if one.since <= until]
+        said = {one.origin.transfer for one in late if one.said}
+        for waiting in late:
+            if waiting.origin.transfer not in said:
                 self._work.queued.append(waiting.origin)
                 said.add(waiting.origin.transfer)
                 waiting.said = True

@@ -10,6 +10,9 @@ import pytest
 from disagg_kv.core import Options
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.vllm import scheduler, worker
+from disagg_kv.engines.vllm.params import Origin
+from disagg_kv.engines.vllm.work import StepWork
+from disagg_kv.rendezvous import Source
 from tests.support.vllm_like import TWO_GROUPS, Engine, Model, Pair, prefilled, prompt, run
 from tests.unit.engines.vllm.test_failures import computed, origin
 
@@ -204,3 +207,13 @@ def test_no_room_stays_open(pair: Pair, queued_s: float) -> None:
 def rooms(endpoint: PrefillEndpoint | DecodeEndpoint) -> int:
     """How many are not released."""
     return sum(endpoint.usage().rooms.values())
+
+
+def test_a_word_that_cannot_be_given_harms_nothing(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """The decode endpoint is closed. A rank of an instance that only prefills has none."""
+    p, d = pair()
+    queued = [Origin("t", Source("P", tuple(p.addresses)))]
+    p.ranks[0].begin(StepWork(queued=queued, left=["t"]))
+    d.close()
+    d.ranks[0].begin(StepWork(queued=queued, left=["t"]))
+    assert [text.split(": ")[0] for text in caplog.messages] == ["prefill does not learn that transfer t is queued"]
