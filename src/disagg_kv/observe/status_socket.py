@@ -7,10 +7,10 @@ thread may call, and writes without waiting. So a client that stalls delays neit
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
+import secrets
 import selectors
 import socket
 import struct
@@ -46,6 +46,12 @@ CLIENT_S = 5.0
 FRESH_S = 0.2
 """Seconds for which a document is given out again, so that many clients cost an endpoint no more than one."""
 
+STARTING = ".starting"
+"""Suffix of a socket that has no final name yet: its process has not called ``listen``."""
+
+STARTING_S = 60.0
+"""Age from which the socket of a process that was killed before it listened is removed."""
+
 _numbers = count()
 
 
@@ -65,7 +71,8 @@ class StatusSocket:
         folder: for the socket. It is created with mode 0700; None: that in which ``disagg-kv top`` looks.
 
     Raises:
-        ConfigurationError: no endpoint; or a folder of another user, or that others may enter; or too long a path.
+        ConfigurationError: no endpoint; or a folder of another user, or that others may enter; or too long a path; or
+            the system gives no socket there.
     """
 
     def __init__(self, endpoint: SupportsStatus, folder: str | os.PathLike[str] | None = None) -> None:
@@ -76,10 +83,11 @@ class StatusSocket:
         self._endpoint = endpoint
         self._home = Home("a status socket")
         check_folder(place, make=True)
-        _sweep(place)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._path = _bind(self._listener, place)
-        self._listener.listen(128)
+        try:
+            _sweep(place)
+            self._listener, self._path = _listen(place)
+        except OSError as exc:
+            raise ConfigurationError(f"folder {str(place)!r}: no socket can be made there: {text_of(exc)}") from exc
         self._wake, self._woken = socket.socketpair()
         self._document = (b"", -FRESH_S)
         self._clients: dict[socket.socket, _Client] = {}
@@ -266,31 +274,63 @@ def _user_of(connection: socket.socket) -> int:
     return user
 
 
-def _bind(listener: socket.socket, folder: Path) -> Path:
-    """Take a name in a folder. Containers that share it may have processes of equal numbers, so names may be taken."""
-    while True:
-        path = folder / f"{os.getpid()}-{next(_numbers)}{SUFFIX}"
-        if len(os.fsencode(path)) > LONGEST:
-            listener.close()
-            raise ConfigurationError(f"folder: {str(path)!r} is longer than {LONGEST} bytes, the most for sockets")
-        try:
-            listener.bind(os.fspath(path))
-        except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                listener.close()
-                raise
-        else:
-            path.chmod(0o600)
-            return path
+def _listen(folder: Path) -> tuple[socket.socket, Path]:
+    """Listen on a socket in a folder; it has its name once it listens.
+
+    No name is used twice, also by processes of equal number in containers that share the folder. So a name that
+    another process has found dead can be removed at any time later.
+    """
+    path = folder / f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}{SUFFIX}"
+    starting = path.with_suffix(STARTING)
+    if len(os.fsencode(starting)) > LONGEST:
+        raise ConfigurationError(f"folder: {str(starting)!r} is longer than {LONGEST} bytes, the most for sockets")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(os.fspath(starting))
+        starting.chmod(0o600)
+        listener.listen(128)
+        starting.rename(path)
+    except OSError:
+        listener.close()
+        starting.unlink(missing_ok=True)
+        raise
+    return listener, path
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the sockets of processes that were killed: nothing listens there."""
+    """Remove the sockets of processes that were killed."""
     for path in folder.glob(f"*{SUFFIX}"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-            try:
-                probe.connect(os.fspath(path))
-            except ConnectionRefusedError:
-                path.unlink(missing_ok=True)
-            except OSError:
-                continue  # it lives and is busy, or is no socket
+        if _dead(path, socket.SOCK_STREAM):
+            path.unlink(missing_ok=True)
+    for path in folder.glob(f"*{STARTING}"):
+        # While bind(2) runs, its file may be there before its socket is: a young file says nothing.
+        if _dead(path, socket.SOCK_DGRAM) and _age_s(path) > STARTING_S:
+            path.unlink(missing_ok=True)
+
+
+def _dead(path: Path, kind: int) -> bool:
+    """Whether a file is a socket without a process.
+
+    Args:
+        path: of the file.
+        kind: ``SOCK_STREAM``: a stream that is bound and does not listen has no process, either; ``SOCK_DGRAM``: it
+            has one. The kernel refuses a datagram socket with EPROTOTYPE there, see connect(2).
+    """
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # it lives and is busy, or is gone
+    return False
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was made; 0 of one that is gone."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0

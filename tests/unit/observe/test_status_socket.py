@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -394,17 +393,6 @@ def test_the_socket_of_a_killed_process_is_left_out_and_removed(
     with StatusSocket(Large(10), folder):
         assert not path.exists()
         assert len(sockets(folder)) == 1
-
-
-def test_a_name_that_a_process_of_equal_number_has_is_left_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in two containers that share the folder: each endpoint is shown."""
-    monkeypatch.setattr(status_socket, "_numbers", count(5))
-    with StatusSocket(Large(10), folder) as other:
-        monkeypatch.setattr(status_socket, "_numbers", count(5))
-        with StatusSocket(Large(20), folder) as one:
-            assert one.path.name == f"{os.getpid()}-6{SUFFIX}"
-            assert all(read_status(path)["ok"] for path in (one.path, other.path))
-        assert sockets(folder) == [other.path]
 
 
 def test_a_forked_child_cannot_close_it(folder: Path) -> None:
