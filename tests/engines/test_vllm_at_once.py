@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from .instances import PREFILL, Instance, transfer
 
 pytestmark = pytest.mark.timeout(900)
 
-CLAIM_S = 3.0
+CLAIM_S = 8.0
 COUNT = 12
-OPTIONS: dict[str, Any] = {"claim_s": CLAIM_S, "silence_s": 5.0}
+OPTIONS: dict[str, Any] = {"claim_s": CLAIM_S, "silence_s": 10.0}
 FEW: dict[str, object] = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 2048}
 """2,016 tokens."""
 
@@ -50,7 +51,7 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         "fails": transfer("kv_consumer", **OPTIONS),
         "recomputes": transfer("kv_consumer", "recompute", **OPTIONS),
     }
-    args: dict[str, dict[str, object]] = {"fails": FEW, "doomed": {"max_num_batched_tokens": 64}}
+    args: dict[str, dict[str, object]] = {"prefill": FEW, "fails": FEW, "doomed": {"max_num_batched_tokens": 64}}
     instances = {
         name: Instance(folder / f"{name}.log", model, kv, max_model_len=1984, args=args.get(name, {}))
         for name, kv in made.items()
@@ -99,6 +100,19 @@ def alone(decode: Instance, tokens: list[int]) -> list[int]:
     return list(decode.ask(name, tokens, COUNT)["tokens"])
 
 
+@contextmanager
+def full(instance: Instance) -> Iterator[None]:
+    """Its cache is full of other requests: no two have room together, so each begins once the one before has ended."""
+    names = [f"busy {number} {random.random()}" for number in range(10)]
+    for number, name in enumerate(names):
+        instance.begin(name, prompt(1020, number), 900)
+    try:
+        yield
+    finally:
+        for name in names:
+            instance.abort(name)
+
+
 def check_quiet(*instances: Instance) -> None:
     """All blocks are free again, at the latest once each time of the tests is over."""
     for one in instances:
@@ -128,9 +142,9 @@ def test_a_request_that_prefill_never_gets_ends_by_name_and_may_be_retried(fleet
     """Its router lost the connection to prefill, and does not abort decode's request either."""
     tokens = prompt(60, 1)
     await_rows(fleet.prefill, fleet.fails, "lost", tokens)
+    await_rows(fleet.prefill, fleet.recomputes, "lost too", tokens)
     assert fleet.fails.answer("d lost")["reason"] == "error"
     assert logged(fleet.fails, "was not loaded", "lost", "(claim_s)")
-    await_rows(fleet.prefill, fleet.recomputes, "lost too", tokens)
     assert fleet.recomputes.answer("d lost too")["tokens"] == alone(fleet.recomputes, tokens)
     check_quiet(fleet.fails)
     assert serve(fleet.prefill, fleet.fails, "retry", tokens)["tokens"] == alone(fleet.fails, tokens)
@@ -165,22 +179,33 @@ def test_clients_that_go_away_at_any_time_leave_no_block(fleet: Fleet) -> None:
     check_quiet(fleet.prefill, fleet.fails)
 
 
+LONG_S = 1.5 * CLAIM_S
+
+
 def test_a_request_that_decode_queues_for_longer_than_claim_s_is_served(fleet: Fleet) -> None:
-    """Decode's cache is full of others. Prefill, which has finished it, keeps its blocks meanwhile."""
-    busy = [f"busy {number}" for number in range(6)]
-    for number, name in enumerate(busy):  # two of them have no room together, and each begins in its turn
-        fleet.fails.begin(name, prompt(1020, number), 900)
-    begin(fleet.prefill, fleet.fails, "queued", prompt(150, 2))
-    begin(fleet.prefill, fleet.fails, "queued and gone", prompt(150, 3))
-    fleet.prefill.answer("p queued"), fleet.prefill.answer("p queued and gone")
-    assert fleet.fails.answer("d queued", 3 * CLAIM_S, {}) == {}
-    assert fleet.prefill.metric("vllm:kv_cache_usage_perc") > 0
-    fleet.fails.abort("d queued and gone")
-    for name in busy:
-        fleet.fails.abort(name)
+    """Prefill has finished it, and keeps its blocks. One that is aborted in the queue ends on both sides."""
+    with full(fleet.fails):
+        begin(fleet.prefill, fleet.fails, "queued", prompt(150, 2))
+        begin(fleet.prefill, fleet.fails, "queued and gone", prompt(150, 3))
+        fleet.prefill.answer("p queued"), fleet.prefill.answer("p queued and gone")
+        assert fleet.fails.answer("d queued", LONG_S, {}) == {}
+        assert fleet.prefill.metric("vllm:kv_cache_usage_perc") > 0
+        fleet.fails.abort("d queued and gone")
     answer = fleet.fails.answer("d queued")
     assert (answer["reason"], answer["tokens"]) == ("length", alone(fleet.fails, prompt(150, 2)))
-    assert not logged(fleet.prefill, "queued", "(claim_s)")
+    check_quiet(fleet.prefill, fleet.fails)
+
+
+def test_a_request_that_prefill_queues_for_longer_than_claim_s_is_served(fleet: Fleet) -> None:
+    """Decode has its blocks, and waits. One that is aborted in the queue ends on both sides."""
+    with full(fleet.prefill):
+        begin(fleet.prefill, fleet.fails, "waits", prompt(150, 4))
+        begin(fleet.prefill, fleet.fails, "waits and goes", prompt(150, 5))
+        assert fleet.fails.answer("d waits", LONG_S, {}) == {}
+        fleet.prefill.abort("p waits and goes")
+        assert fleet.fails.answer("d waits and goes")["reason"] == "error"
+    answer = fleet.fails.answer("d waits")
+    assert (answer["reason"], answer["tokens"]) == ("length", alone(fleet.fails, prompt(150, 4)))
     check_quiet(fleet.prefill, fleet.fails)
 
 
