@@ -16,7 +16,7 @@ a success vote into a failure vote. A failure never becomes a success.
 *Decisions.* Rank 0 decides failure at the first vote against the room, when it loses a rank whose success it does not
 have, or when it has lost every rank that has opened the room. It decides success when it has the success of every rank.
 It sends each decision once to every rank that has voted, and again as the answer to every later vote. A decision never
-changes. A follower that is told of a success without its own vote refuses that frame, and votes against the room.
+changes.
 
 *Memory.* Rank 0 never forgets an undecided room. Of decided rooms it remembers ``tombstones`` by id. A decided room
 that some rank has not opened stays for at least ``silence_s``, so that this rank fails at once when it opens the room.
@@ -51,8 +51,7 @@ from math import inf
 import msgspec
 from attrs import Factory, define, frozen
 
-from ...errors import RemoteProtocolError
-from ...ids import Epoch, Generation, Rank, RoomId, room_name
+from ...ids import Epoch, Generation, Rank, RoomId
 from ..base import Decided, Options, RoomKey, Send
 from ..repeater import Repeater
 from ..tombstones import RoomOutcome, Tombstones
@@ -97,13 +96,11 @@ class _Pending:
 
     Args:
         vote: the latest one.
-        agreed: this rank has voted for success, and may have taken that back.
         ended: the room has ended here without rank 0; only the vote is still to be delivered.
         shared: this life of rank 0 has opened the room, so the room ends with it.
     """
 
     vote: Vote
-    agreed: bool = False
     ended: bool = False
     shared: bool = False
 
@@ -213,7 +210,6 @@ class Agreement:
             return []  # the vote against the room may have been lost; a success in its place would be a wrong one
         else:
             pending.vote = msgspec.structs.replace(pending.vote, ok=ok, reason=words(reason))
-            pending.agreed |= ok
         if self._leader is not None:
             return [self._deliver(key.room, now)]
         if self._leader_lost:
@@ -271,12 +267,7 @@ class Agreement:
         return out
 
     def on_decision(self, decision: Decision, now: float) -> list[Send | Outcome]:
-        """Followers: rank 0's answer.
-
-        Raises:
-            RemoteProtocolError: a success that this rank has not voted for. The caller ends the room, and votes against
-                it: rank 0 may know nothing of such a frame.
-        """
+        """Followers: rank 0's answer."""
         name = RoomId(decision.room)
         pending = self._pending.get(name)
         if Epoch(decision.src) != self._leader:
@@ -297,11 +288,6 @@ class Agreement:
             if pending.vote.ok is None and name not in self._unclaimed:
                 self._repeat.slow(name)
             return []
-        if decision.ok and not pending.agreed:
-            if pending.vote.ok is False:
-                self._drop(name)  # rank 0 insists
-            reason = f"{room_name(name)}: rank 0 of instance {self._instance!r} decided a success"
-            raise RemoteProtocolError(f"{reason} that rank {self._rank} has not voted for", epoch=decision.src)
         self._drop(name)
         if pending.ended:
             return []

@@ -309,14 +309,6 @@ class DecodeSide:
         if room is not None:
             self._handle(room, decided)
 
-    def give_up(self, key: RoomKey, error: DisaggKVError) -> None:
-        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        room = self._rooms.get(key)
-        if room is not None:
-            # Once its rows are placed only an outcome ends it, and no other one comes.
-            placed = room.machine.state is Receiving.PLACED
-            self._handle(room, Decided(False, str(error)) if placed else Cancel(error))
-
     def on_sibling(self, epoch: Epoch, hello: Hello | None) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         if hello is not None:

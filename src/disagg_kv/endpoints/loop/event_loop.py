@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected
@@ -41,7 +41,7 @@ from ...errors import (
     TransportError,
     text_of,
 )
-from ...ids import Epoch, Generation, Peer, RoomId
+from ...ids import Epoch, Peer, RoomId
 from ...memory import Event
 from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent, wants_layers
@@ -355,7 +355,7 @@ class EventLoop:
             with self.side.deciding(RoomId(frame.room)):
                 self.agree(self.agreement.on_vote(frame, self.now))
         elif isinstance(frame, Decision):
-            self._on_decision(frame)
+            self.agree(self.agreement.on_decision(frame, self.now))
         elif isinstance(frame, Superseded):
             self.siblings.on_superseded(frame)
         elif isinstance(frame, RoomFrame):
@@ -365,19 +365,6 @@ class EventLoop:
                 self.side.on_frame(frame)
         else:
             self.siblings.beat(Epoch(frame.src))
-
-    def _on_decision(self, frame: Decision) -> None:
-        """Rank 0 of our instance has decided; a decision that cannot be ends the room, and is refused."""
-        name = RoomId(frame.room)
-        try:
-            # An engine that has seen its own success in words has voted for it, once this thread has heard that.
-            with self.side.deciding(name) if frame.ok else nullcontext():
-                effects = self.agreement.on_decision(frame, self.now)
-        except RemoteProtocolError as exc:
-            error = exc.about(**self.peer_registry.who(Epoch(frame.src)))
-            self.side.give_up(RoomKey(name, Generation(frame.generation)), error)
-            raise error from exc
-        self.agree(effects)
 
     def _on_transport(self, event: WriteEnded | Settled | PeerEvent) -> None:
         if not isinstance(event, PeerEvent):

@@ -61,10 +61,6 @@ class Side(Protocol):
         """The ranks of our instance agree."""
         ...
 
-    def give_up(self, key: RoomKey, error: DisaggKVError) -> None:
-        """No outcome of a room comes from the other ranks: it fails with this error, unless it has ended."""
-        ...
-
     def on_sibling(self, epoch: Epoch, hello: Hello | None) -> None:
         """Another rank of our instance is there, or (None) lost."""
         ...

@@ -272,10 +272,6 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         """The ranks of our instance agree."""
         self.change(key, lambda machine, now: machine.decided(decided, now))
 
-    def give_up(self, key: RoomKey, error: DisaggKVError) -> None:
-        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        self.change(key, lambda machine, now: machine.cancel(error, now))
-
     # Moving.
 
     def work(self) -> bool:
