@@ -46,7 +46,7 @@ CLIENT_S = 5.0
 FRESH_S = 0.2
 """Seconds for which a document is given out again, so that many clients cost an endpoint no more than one."""
 
-STARTING = ".starting"
+STARTING = ".new"
 """Suffix of a socket that has no final name yet: its process has not called ``listen``."""
 
 STARTING_S = 60.0
@@ -280,10 +280,10 @@ def _listen(folder: Path) -> tuple[socket.socket, Path]:
     No name is used twice, also by processes of equal number in containers that share the folder. So a name that
     another process has found dead can be removed at any time later.
     """
-    path = folder / f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}{SUFFIX}"
+    path = folder / f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}{SUFFIX}"
     starting = path.with_suffix(STARTING)
-    if len(os.fsencode(starting)) > LONGEST:
-        raise ConfigurationError(f"folder: {str(starting)!r} is longer than {LONGEST} bytes, the most for sockets")
+    if len(os.fsencode(path)) > LONGEST:
+        raise ConfigurationError(f"folder: {str(path)!r} is longer than {LONGEST} bytes, the most for sockets")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         listener.bind(os.fspath(starting))
