@@ -64,7 +64,7 @@ if not child:
     refused(across[1].send_chunk, 40, pages)
     refused(across[0].abort, "no more")
     for one in both:
-        refused(one["channel"].poll, 0.0)
+        refused(one["channel"].poll)
         refused(one["channel"].send, one["channel"].address, b"frame")
         refused(one["channel"].close)
         refused(one["transport"].connect, b"", 1.0)
