@@ -34,7 +34,6 @@ class KeyAuthenticator:
         self._monitor = inbox.get_monitor_socket(_FAILED)
         self.sockets = [self._monitor]
         inbox.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        self._failures()  # ZeroMQ signals the descriptor of a socket that was read until it was empty, and no other
         if keys is None:
             return
         self._asked = context.socket(zmq.REP)
@@ -52,9 +51,6 @@ class KeyAuthenticator:
         """
         if self._keys is not None:
             self._answer(self._keys)
-        return self._failures()
-
-    def _failures(self) -> int:
         failed = 0
         while True:
             try:

@@ -34,7 +34,7 @@ from .base import (
     check_together,
 )
 from .files import claimed, listening
-from .waiting import Timer, Waiter
+from .waiting import Timer, Waiter, Waits
 
 SCHEME = "unix://"
 
@@ -84,7 +84,7 @@ class _Caller:
     rest: bytearray = field(factory=bytearray)
 
 
-class UnixChannel:
+class UnixChannel(Waits):
     """A listening socket as inbox and one per destination; a :class:`Channel` with batches.
 
     As with :class:`ZmqChannel`, the first frames to an address are kept until its connection is established. When a
@@ -130,7 +130,7 @@ class UnixChannel:
             try:
                 self._epoll = made.enter_context(select.epoll())
                 self._timer = made.enter_context(closing(Timer()))
-                self._waiter: Waiter | None = Waiter(self._epoll)
+                self._waiter = Waiter(self._epoll)
                 with claimed(bind, self._file):
                     self._inbox = made.enter_context(listening(self._file, BACKLOG))
                     self._inode = self._file.stat().st_ino
@@ -188,13 +188,6 @@ class UnixChannel:
         self._home.check()
         if (waiter := self._waiter) is None:
             return ()
-        try:
-            return self._poll(waiter)
-        except BaseException:
-            self.wake()  # what it left is there for the next poll
-            raise
-
-    def _poll(self, waiter: Waiter) -> Sequence[News]:
         came: list[News] = []
         links: list[tuple[_Link, int]] = []
         callers: list[_Caller] = []
@@ -218,21 +211,12 @@ class UnixChannel:
         for link, flags in links:
             if flags & select.EPOLLOUT and link.sock is not None:
                 self._push(link, link.sock)
-        self._retry()
-        self._timer.set(self._next_at())
+        if self._down or self._timer.at < inf:
+            self._retry()
+            self._timer.set(self._next_at())
         came += self._events
         self._events = []
         return came
-
-    def wait(self, timeout_s: float) -> None:
-        """See :meth:`~disagg_kv.channels.Channel.wait`."""
-        if (waiter := self._waiter) is not None:
-            waiter.wait(timeout_s)
-
-    def wake(self) -> None:
-        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
-        if (waiter := self._waiter) is not None:
-            waiter.set()
 
     def forget(self, address: str) -> None:
         """Close the connection to an address that is no longer needed, and drop its queue."""
@@ -270,6 +254,7 @@ class UnixChannel:
                 if self._accepts_at == inf:
                     self._epoll.unregister(self._inbox)
                 self._accepts_at = time.monotonic() + RECONNECT_S[0]
+                self._timer.set(self._next_at())
                 return
             if not _ours(sock) or not self._await(sock):
                 sock.close()

@@ -14,7 +14,6 @@ LONGEST_S = 1e6
 """The longest wait; the kernel's numbers end somewhere."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_ABSOLUTE = 1
 
 
 class _PollFd(ctypes.Structure):
@@ -49,6 +48,22 @@ class Waiter(Readiness):
         _LIBC.ppoll(ctypes.byref(self._awaited), 1, ctypes.byref(limit), None)
 
 
+class Waits:
+    """Two methods of a channel that has a waiter, and drops it as the first step of its ``close``."""
+
+    _waiter: Waiter | None
+
+    def wait(self, timeout_s: float) -> None:
+        """See :meth:`~disagg_kv.channels.Channel.wait`."""
+        if (waiter := self._waiter) is not None:
+            waiter.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
+        if (waiter := self._waiter) is not None:
+            waiter.set()
+
+
 class Timer:
     """A descriptor that is readable from a time on. A thread that waits for it need not know that the time changes."""
 
@@ -56,7 +71,7 @@ class Timer:
         self._file: int = _LIBC.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self._file < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
-        self._at = inf
+        self.at = inf
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -64,10 +79,11 @@ class Timer:
 
     def set(self, at: float) -> None:
         """From which time of ``time.monotonic`` on it is readable; ``inf``: never."""
-        if at != self._at:
+        if at != self.at:
+            # 1: an absolute time.
             first = _Timespec(*divmod(0 if at == inf else int(at * 1e9) + 1, 1_000_000_000))
-            _LIBC.timerfd_settime(self._file, _ABSOLUTE, (_Timespec * 2)(_Timespec(), first), None)
-            self._at = at
+            _LIBC.timerfd_settime(self._file, 1, (_Timespec * 2)(_Timespec(), first), None)
+            self.at = at
 
     def close(self) -> None:
         """Give the descriptor back."""

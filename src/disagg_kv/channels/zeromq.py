@@ -53,7 +53,7 @@ from .base import (
 from .files import claimed, listening
 from .keys import Keys, split_key, with_key
 from .reach import is_loopback
-from .waiting import Waiter
+from .waiting import Waiter, Waits
 
 _HARD_LIMIT = 2 * MAX_FRAME
 """A larger part is not even read: ZeroMQ cuts its connection. Messages that are still too large are counted.
@@ -94,7 +94,7 @@ class _Link:
     absent: bool = False
 
 
-class ZmqChannel:
+class ZmqChannel(Waits):
     """A PULL socket as inbox and a PUSH socket per destination; satisfies :class:`Channel` and ``SupportsBatches``.
 
     Frames that are sent together are the parts of one message, because every message wakes ZeroMQ's own thread on both
@@ -167,9 +167,10 @@ class ZmqChannel:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._pull = self._context.socket(zmq.PULL)
         self._authenticator = KeyAuthenticator(self._context, self._pull, keys)
+        self._authenticator.work()  # ZeroMQ signals the descriptor of a socket that was read until it was empty
         # A connection without news costs a poll nothing.
         self._epoll = select.epoll()
-        self._waiter: Waiter | None = Waiter(self._epoll)
+        self._waiter = Waiter(self._epoll)
         self._unread = False
         self._asked = {asked.fileno() for asked in self._authenticator.sockets}
         for descriptor in (self._pull.fileno(), *self._asked):
@@ -279,16 +280,6 @@ class ZmqChannel:
             came += (Denied(address, reason) for address, reason in self._denied.items())
             self._denied.clear()
         return came
-
-    def wait(self, timeout_s: float) -> None:
-        """See :meth:`~disagg_kv.channels.Channel.wait`."""
-        if (waiter := self._waiter) is not None:
-            waiter.wait(timeout_s)
-
-    def wake(self) -> None:
-        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
-        if (waiter := self._waiter) is not None:
-            waiter.set()
 
     def forget(self, address: str) -> None:
         """Close the connection to an address that is no longer needed, and drop its queue."""

@@ -5,16 +5,5 @@ The conformance suites are modules of their own, because they need pytest: ``dis
 
 from .clock import FakeClock
 from .faults import Fault, FaultyTransport, MappingFault, MappingPlan, Plan, faultless, seeded
-from .owned import owned
 
-__all__ = [
-    "FakeClock",
-    "Fault",
-    "FaultyTransport",
-    "MappingFault",
-    "MappingPlan",
-    "Plan",
-    "faultless",
-    "owned",
-    "seeded",
-]
+__all__ = ["FakeClock", "Fault", "FaultyTransport", "MappingFault", "MappingPlan", "Plan", "faultless", "seeded"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from disagg_kv.channels import Arrived, Closed, Hub, InprocChannel, Opened
@@ -39,3 +41,16 @@ def test_two_watchers_of_one_address_are_told_apart() -> None:
     InprocChannel(hub, "right")
     assert left.poll() == ()
     assert other.poll() == (Closed("inproc://right"), Opened("inproc://right"))
+
+
+def test_a_wake_in_the_middle_of_the_beginning_of_a_wait_ends_it() -> None:
+    """Before the thread is among those that ``wake`` knows, it sees what ``wake`` did."""
+    channel = InprocChannel(Hub(), "left")
+
+    class Woken(list[object]):
+        def append(self, one: object) -> None:
+            channel.wake()
+            super().append(one)
+
+    channel._waiting = Woken()  # type: ignore[assignment]
+    channel.wait(threading.TIMEOUT_MAX)

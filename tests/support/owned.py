@@ -1,4 +1,4 @@
-"""A guard for debug runs: one thread at a time makes the calls of a channel or a transport."""
+"""A guard: one thread at a time makes the calls of a channel or a transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANY_THREAD = frozenset({"wait", "wake", "connect", "open_bells", "unmappable", "
 def owned(thing: T, any_thread: Collection[str] = ANY_THREAD) -> T:
     """Have a thing's public methods raise an AssertionError in each thread that is inside them beside another thread.
 
-    The thing itself is changed and returned. ``python -O`` removes the check.
+    The thing itself is changed and returned.
     """
     inside: list[int] = []
 

@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 
 from disagg_kv.channels import Arrived, Hub, InprocChannel, SupportsBatches, ZmqChannel
-from disagg_kv.testing import owned
 from disagg_kv.transports import InprocTransport
+from tests.support.owned import owned
 
 
 class Stopping(InprocChannel):
