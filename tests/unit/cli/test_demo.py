@@ -60,22 +60,14 @@ def test_decode_reads_the_pages_of_prefill_where_its_engine_waits_for_no_peer(
     assert found["phases"]["pull"] > 0
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "groups"),
-    [
-        (["--prefill-tp", "2", "--layers", "5"], 2, {"0-2", "2-4", "4-5"}),
-        (["--prefill-tp", "1", "--prefill-pp", "2", "--layers", "6"], 2, {"0-2", "2-3", "3-5", "5-6"}),
-    ],
-    ids=["tp", "pp"],
-)
-def test_layers_cross_while_others_are_computed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[str], ranks: int, groups: set[str]
-) -> None:
+def test_layers_cross_while_others_are_computed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The trace has every group of every chunk, on every rank; tokens and bytes are right.
 
     No group leaves before its last layer is final, and on every rank bytes leave while later layers are computed: on a
     host that is too busy to let the threads that send run meanwhile, in one of three demos.
     """
+    sizes = ["--prefill-tp", "1", "--prefill-pp", "2", "--layers", "6"]
+    ranks, groups = 2, {"0-2", "2-3", "3-5", "5-6"}
     for _ in range(3):
         hidden = _pipelined(capsys, tmp_path / "out.json", sizes, ranks, groups)
         if all(overlapping and early for _, overlapping, early in hidden) and any(inside for inside, _, _ in hidden):

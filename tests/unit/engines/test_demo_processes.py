@@ -111,12 +111,12 @@ def nbytes(config: DemoConfig, rows: int) -> int:
 
 @pytest.mark.parametrize(
     ("model", "tp"),
-    [("mla", (2, 1)), ("mla", (1, 2)), ("hybrid", (2, 1)), ("mamba", (2, 1)), ("mamba", (1, 2)), ("window", (2, 1))],
+    [("mla", (2, 1)), ("mamba", (1, 2)), ("window", (2, 1))],
 )
 def test_latents_states_and_windows_of_real_architectures_cross(model: Model, tp: tuple[int, int]) -> None:
     """Replicas share what all of them hold, and every byte arrives once.
 
-    To two ranks: hybrid models and windows below, with pipeline stages.
+    Hybrid models, and windows to two ranks: below, with pipeline stages.
     """
     report = proved(attrs.evolve(QUICK, model=model, prefill_tp=tp[0], decode_tp=tp[1]))
     assert report.model == model
@@ -124,7 +124,7 @@ def test_latents_states_and_windows_of_real_architectures_cross(model: Model, tp
     assert all(sent), "every replica's link works"
 
 
-@pytest.mark.parametrize("model", ["mla", "hybrid", "mamba", "window"])
+@pytest.mark.parametrize("model", ["mla", "hybrid"])
 def test_a_changed_sign_is_noticed_in_latents_states_and_windows(model: Model) -> None:
     """The negative control: generation depends on what crossed. Rows that change places would prove nothing."""
     report, _ = run(attrs.evolve(QUICK, model=model, prefill_tp=2, inject="negate"))
@@ -138,7 +138,6 @@ def test_a_changed_sign_is_noticed_in_latents_states_and_windows(model: Model) -
 @pytest.mark.parametrize(
     ("model", "prefill", "decode", "strategy"),
     [
-        ("llama", (1, 2), (1, 1), "staged"),
         ("llama", (2, 2), (1, 1), "slice"),
         ("hybrid", (1, 2), (2, 1), "auto"),
         ("window", (1, 1), (2, 2), "staged"),
@@ -188,7 +187,6 @@ def test_decode_generates_what_one_process_would_from_a_cache_that_crossed(tp: t
         ((4, 2), "staged+layer_pipelined", 16),
         ((2, 1), "staged", 64),
         ((1, 2), "slice", 16),
-        ((1, 1), "direct", 16),
     ],
 )
 def test_each_turn_of_a_conversation_moves_only_what_decode_lacks(

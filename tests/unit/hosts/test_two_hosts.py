@@ -203,9 +203,7 @@ def demo(hosts: tuple[Host, Host], *options: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize(
-    "transport", [pytest.param("nixl", marks=needs_nixl), pytest.param("inproc+mooncake", marks=needs_mooncake)]
-)
+@pytest.mark.parametrize("transport", [pytest.param("inproc+mooncake", marks=needs_mooncake)])
 def test_the_demo_runs_across_the_cable(hosts: tuple[Host, Host], transport: str) -> None:
     """A model's cache, from two prefill processes here to a decode process there.
 
