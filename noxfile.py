@@ -35,6 +35,8 @@ CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 # The extra "nixl" means the package of that name, which brings NIXL for CUDA 12 and for CUDA 13: 470 MB. Either of the
 # two runs on a host without a GPU.
 INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,opentelemetry,prometheus]", "nixl-cu13")
+# What is not of the CPU suite.
+OUTSIDE = ("--ignore=tests/gpu", "--ignore=tests/engines")
 # Tests with engines take minutes: stacks of all threads after some of them would be no news.
 NO_DUMP = ("-o", "faulthandler_timeout=0")
 # What Mooncake's wheel leaves out, and the Debian package that has it.
@@ -208,10 +210,16 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """The whole CPU suite with branch coverage, child processes included."""
+    """The whole CPU suite."""
     enter_cpu(session)
-    outside = ("--ignore=tests/gpu", "--ignore=tests/engines")
-    pytest(session, "--cov", "--cov-report=term-missing:skip-covered", *outside, "tests")
+    pytest(session, *OUTSIDE, "tests")
+
+
+@nox.session(venv_backend="none")
+def coverage(session: nox.Session) -> None:
+    """The same with branch coverage, child processes included: half as long again. Red below what is required."""
+    enter_cpu(session)
+    pytest(session, "--cov", "--cov-report=term-missing:skip-covered", *OUTSIDE, "tests")
 
 
 @nox.session(venv_backend="none")
