@@ -217,7 +217,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def coverage(session: nox.Session) -> None:
-    """The same with branch coverage, child processes included: half as long again. Red below what is required."""
+    """The same, slower, with branch coverage, child processes included. Red below what is required."""
     enter_cpu(session)
     pytest(session, "--cov", "--cov-report=term-missing:skip-covered", *OUTSIDE, "tests")
 

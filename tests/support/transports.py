@@ -29,6 +29,11 @@ def faultless_inproc() -> FaultyTransport:
     return FaultyTransport(InprocTransport(), mappings=faultless)
 
 
+def faultless_shm() -> FaultyTransport:
+    """No fault is planned."""
+    return FaultyTransport(ShmTransport(), mappings=faultless)
+
+
 def emulated_shm() -> EmulatedWire:
     """A wire of a gigabyte a second, 50 us long."""
     return emulate(ShmTransport(), 1e9, 5e-5)

@@ -124,7 +124,7 @@ def test_latents_states_and_windows_of_real_architectures_cross(model: Model, tp
     assert all(sent), "every replica's link works"
 
 
-@pytest.mark.parametrize("model", ["mla", "hybrid"])
+@pytest.mark.parametrize("model", ["mla", "hybrid", "window"])
 def test_a_changed_sign_is_noticed_in_latents_states_and_windows(model: Model) -> None:
     """The negative control: generation depends on what crossed. Rows that change places would prove nothing."""
     report, _ = run(attrs.evolve(QUICK, model=model, prefill_tp=2, inject="negate"))

@@ -203,14 +203,14 @@ def demo(hosts: tuple[Host, Host], *options: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize("transport", [pytest.param("inproc+mooncake", marks=needs_mooncake)])
-def test_the_demo_runs_across_the_cable(hosts: tuple[Host, Host], transport: str) -> None:
+@needs_mooncake
+def test_the_demo_runs_across_the_cable(hosts: tuple[Host, Host]) -> None:
     """A model's cache, from two prefill processes here to a decode process there.
 
     Mooncake is reached at the addresses of the hosts, also if it is one of several transports.
     """
     before = hosts[1].received()
-    done = demo(hosts, "--transport", transport)
+    done = demo(hosts, "--transport", "inproc+mooncake")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] is True

@@ -13,7 +13,7 @@ from disagg_kv.testing.transport_cases import NBYTES
 from disagg_kv.testing.transport_peers import PeerCases
 from disagg_kv.transports import InprocTransport, ShmTransport, SupportsBells, Transport
 from tests.support.needs import needs_nixl
-from tests.support.transports import SlowTransport, faultless_inproc, inproc_or_shm, shm_or_nixl
+from tests.support.transports import SlowTransport, faultless_inproc, faultless_shm, inproc_or_shm, shm_or_nixl
 
 
 class TestInproc(TransportSuite):
@@ -38,6 +38,14 @@ class TestFaultlessInproc(TransportSuite):
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
         return faultless_inproc
+
+
+class TestFaultlessShm(TransportSuite):
+    """The fault injector around a transport that allocates and crosses processes."""
+
+    @classmethod
+    def factory(cls) -> Callable[[], Transport]:
+        return faultless_shm
 
 
 class TestSlow(TransportSuite):
