@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from benchmarks.convert_tables import converted
 from benchmarks.engine_tables import sglang, vllm
@@ -537,6 +538,22 @@ def pairs(found: Found) -> str:
     return table([["old, new", "old, ms", "new, ms", "new / old"], *rows])
 
 
+def serve(found: Found) -> str:
+    """Answers over HTTP beside those of the decode instance alone."""
+    lengths = sorted({row["prompt"] for row in found["one_by_one"]})
+    lines = [
+        ["tokens of the prompt", "answers", "with the tokens of decode alone", "first token, ms", "of decode alone, ms"]
+    ]
+    for length in lengths:
+        rows = [row for row in found["one_by_one"] if row["prompt"] == length]
+        through, alone = (median(row[name] for row in rows) for name in ("first_ms", "first_alone_ms"))
+        equal = sum(row["equal"] for row in rows)
+        lines.append([f"{length:,}", f"{len(rows)}", f"{equal}", f"{through:,.0f}", f"{alone:,.0f}"])
+    at_once = found["at_once"]
+    said = f"{at_once['requests']} prompts at once: {at_once['equal']} answers with the tokens of decode alone."
+    return f"{table(lines)}\n\n{said}"
+
+
 VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_shm_mapped.json": transfer,
@@ -585,6 +602,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_engines.json": whole,
     "h200_engines.json, headline": headline,
     "h200_peer.json": gpu_peer,
+    "h200_serve.json": serve,
     "h200_pipeline.json": gpu_pipeline,
     "h200_pipeline_quiet.json": gpu_pipeline,
     "h200_pipeline_mapped.json": gpu_pipeline,

@@ -65,6 +65,9 @@ class Reader:
         self._names = {
             MODEL: str(self.model),
             "--max-model-len 4096": f"--max-model-len 1024 {FAST}",
+            "--lengths 100,1000": (
+                f"--lengths 100,500 --ids 500 --router http://localhost:{router} --decode http://localhost:{decode}"
+            ),
             "10.0.0.1": "127.0.0.1",
             "10.0.0.2": "127.0.0.2",
             "eth0": "lo",
@@ -203,6 +206,14 @@ def test_the_quick_start_shows_what_the_page_says(reader: Reader) -> None:
     )
     assert top.stdout.count('"open"') == 2
     assert marked(PAGE, "vllm serve").count(MODEL) == 1
+
+
+def test_the_comparison_of_the_page_finds_equal_tokens(reader: Reader) -> None:
+    """One by one and at once; the servers compute in float32."""
+    found = json.loads(reader.runs("vllm compare"))
+    assert [row["prompt"] for row in found["one_by_one"]] == [100, 500] * 3
+    assert all(row["equal"] for row in found["one_by_one"])
+    assert found["at_once"] == {"requests": 6, "equal": 6}
 
 
 def test_a_completion_over_http(reader: Reader) -> None:
