@@ -65,4 +65,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except OSError as error:
+        sys.exit(f"compare.py: {error}: has serve.sh said that it is ready?")
