@@ -13,7 +13,7 @@ import zmq
 from attrs import define, field, frozen
 
 from disagg_kv.core import Options
-from disagg_kv.endpoints.loop.thread import STEP_S
+from disagg_kv.endpoints.loop.driver import STEP_S
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import ConfigurationError, DeadlineError, IntegrityError
 from disagg_kv.geometry import PageTable

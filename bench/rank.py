@@ -19,7 +19,7 @@ from disagg_kv.channels import UnixChannel
 from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.handle import RoomHandle
-from disagg_kv.endpoints.loop.thread import sleep_exactly
+from disagg_kv.endpoints.loop.driver import sleep_exactly
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import PageTable

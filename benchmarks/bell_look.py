@@ -62,7 +62,7 @@ class Stage:
 
     def __init__(self, writers: int) -> None:
         spec, hub, clock, meet = CacheSpec.kv(LAYERS, 4, 16, "float16"), Hub(), Clock(), StaticRendezvous()
-        env = Environment(clock=clock, sleep=lambda seconds: None, thread=False)
+        env = Environment(clock=clock, sleep=lambda seconds: None, thread=False, engine=False)
         self.clock = clock
         halves = [shard(spec, tp=writers, rank=rank) for rank in range(writers)]
         self.prefills = [

@@ -76,8 +76,6 @@ from disagg_kv.transports import SupportsAllocate, between_processes
 AS_IT_IS, AGAIN = "as it is", "as it is, again"
 KNOBS = ("growing pauses", "short pauses", "pause of a pass")
 """On every wire, and with every channel."""
-NAPS = "woken naps"
-"""With a channel that has them."""
 WINDOW = "busy-poll window"
 """On a fast wire."""
 
@@ -113,7 +111,7 @@ class Case:
     @property
     def variants(self) -> Mapping[str, frozenset[str]]:
         """By name: which knobs are off."""
-        knobs = [*KNOBS, *[NAPS] * (self.channel == "unix"), *[WINDOW] * (self.device == "cuda")]
+        knobs = [*KNOBS, *[WINDOW] * (self.device == "cuda")]
         nothing: frozenset[str] = frozenset()
         return {AS_IT_IS: nothing, AGAIN: nothing, **{knob: frozenset({knob}) for knob in knobs}}
 
@@ -129,15 +127,13 @@ class Without(IdlePolicy):
         if "growing pauses" in off:
             self._longest = SHORTEST_PAUSE_S
 
-    def rest(
-        self, now: float, timeout_s: float, *, busy: bool, commanded: bool, more: bool, rooms: bool, in_pass_s: float
-    ) -> Rest:
+    def rest(self, now: float, timeout_s: float, *, busy: bool, commanded: bool, rooms: bool, in_pass_s: float) -> Rest:
         """See the policy."""
         if "pause of a pass" in self._off:
             in_pass_s = 0.0
         if "short pauses" in self._off:
             self._polls_since = -inf
-        return super().rest(now, timeout_s, busy=busy, commanded=commanded, more=more, rooms=rooms, in_pass_s=in_pass_s)
+        return super().rest(now, timeout_s, busy=busy, commanded=commanded, rooms=rooms, in_pass_s=in_pass_s)
 
 
 @contextmanager
@@ -186,9 +182,7 @@ class Rank:
         self._ends: dict[str, PrefillEndpoint | DecodeEndpoint] = {}
         for variant, off in setup.case.variants.items():
             with policy(off):
-                self._ends[variant] = end = self._endpoint(variant)
-            if NAPS in off:
-                end._loop._naps = False
+                self._ends[variant] = self._endpoint(variant)
         self._handles: dict[str, list[Any]] = {}
         self._before: dict[str, float] = {}
 

@@ -71,6 +71,7 @@ POLLS, GRANTS = 200, 7
 
 SPEC = CacheSpec.kv(1, 1, 16, "float16")
 ROWS, KV = 16, GroupId("kv")
+STEPPED = Environment(thread=False, engine=False)
 OPTIONS = Options(claim_s=WAIT_S, silence_s=WAIT_S, closed_s=WAIT_S / 5)
 
 
@@ -139,7 +140,7 @@ def decode(
     made, channel = pool(BATCH), field.channel(name)
     end = DecodeEndpoint(
         made, transport=ShmTransport(), channel=channel, rendezvous=RequestRendezvous(), instance=name,
-        strategy="staged", ring_bytes=1 << 18, options=OPTIONS, environment=Environment(thread=thread),
+        strategy="staged", ring_bytes=1 << 18, options=OPTIONS, environment=Environment(thread=thread, engine=thread),
     )  # fmt: skip
     stack.callback(end.close, 0.0)
     return end, made, channel
@@ -256,7 +257,7 @@ class Measured:
         timed = Timed(field.channel(f"near-{name}"))
         near = PrefillEndpoint(
             pool(GRANTS + 1), transport=ShmTransport(), channel=timed, rendezvous=RequestRendezvous(), instance="near",
-            strategy="staged", slot_bytes=4096, slots=2, options=OPTIONS, environment=Environment(thread=False),
+            strategy="staged", slot_bytes=4096, slots=2, options=OPTIONS, environment=STEPPED,
         )  # fmt: skip
         stack.callback(near.close, 0.0)
         return cls(field, name, end, made, channel, near, timed)

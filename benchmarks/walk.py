@@ -129,7 +129,7 @@ class Walk:
             rendezvous=where,
             instance="prefill",
             strategy="staged",
-            environment=Environment(clock=_clock, sleep=_sleep, thread=False),
+            environment=Environment(clock=_clock, sleep=_sleep, thread=False, engine=False),
         )
         self.decode = DecodeEndpoint(
             PagedPool.allocate(spec, shard(spec), pages=4, page_size=32),
@@ -138,7 +138,7 @@ class Walk:
             rendezvous=where,
             instance="decode",
             strategy="staged",
-            environment=Environment(clock=_clock, sleep=_sleep, thread=False),
+            environment=Environment(clock=_clock, sleep=_sleep, thread=False, engine=False),
         )
 
     def opened(self, name: bytes) -> tuple[Delivery, Reception, Counted]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence, Sized
 from math import inf
 
@@ -9,10 +10,12 @@ from disagg_kv.channels import Arrived, Closed, Opened
 from disagg_kv.core import Flow, RoomKey
 from disagg_kv.core.room.receive_room import ReceiveRoom
 from disagg_kv.endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.loop.failures import Broken
 from disagg_kv.endpoints.peers.background import Background
 from disagg_kv.endpoints.peers.connections import READY_S
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.endpoints.prefill.inspection import PrefillInspection
 from disagg_kv.errors import DisaggKVError, PeerLostError, TransportError
 from disagg_kv.ids import Epoch
@@ -24,10 +27,14 @@ from .bells import SimWords
 from .dma import Dma, SimTransport
 from .environment import SimBackground, SimObserver, SimRendezvous
 from .kernels import QueueingKernels, SimKernels
+from .kind import Kind
 from .network import Network, SimBatchChannel, SimChannel
 from .prefixes import Prefixes
 from .scenario import Split, shards_of
 from .simulation import SimProcess, SimRing, Simulation
+
+DRIVES = (0.0, 0.0, 0.5, 1.0)
+"""With which probability a call of an engine advances its endpoint, as where no other thread does at that moment."""
 
 LIFE_NS = 1_000_000_000
 """Between the beginnings of two lives of a rank: far more than the rooms of one."""
@@ -125,6 +132,11 @@ class SimNode(SimProcess):
             self.endpoint, self.view = prefill, prefill.inspect()
             transfers = self.view.transfers
             self._unprepared = (transfers.pending, transfers.prepared.gathers.waiting, transfers.unarmed)
+        self._draws = random.Random(f"drives {world.scenario.seed} {self.address} {self.life}")
+        self._drives = self._draws.choice(DRIVES)
+        self._polls = False
+        self._drive = self.endpoint.driver.drive
+        self.endpoint.driver.drive = self._may_drive  # type: ignore[method-assign]
         self.loop = self.endpoint.driver.loop
         self._end_rooms = self.loop.side.integrity_failure
         self.loop.side.integrity_failure = self._handle_error  # type: ignore[method-assign]
@@ -134,6 +146,22 @@ class SimNode(SimProcess):
         self.maps = self.side == "prefill" and scenario.decode_waits and any(map(maps_pages, self.loop.me.paths))
         self._map = self.loop.connections.map
         self.loop.connections.map = self._begin_to_map  # type: ignore[method-assign]
+
+    def poll(self) -> Sequence[DeliveryHandle | ReceptionHandle]:
+        """The engine's poll, right after a step: what it does is checked with that."""
+        self._polls = True
+        try:
+            return self.endpoint.poll()
+        finally:
+            self._polls = False
+
+    def _may_drive(self, patience_s: float = 0.0) -> None:
+        """A call of the engine advances the endpoint, or leaves that to its thread."""
+        if not self._polls:
+            self.touch()
+        if self.alive and not self.paused and self._draws.random() < self._drives:
+            self.world.saw(Kind.DRIVEN)
+            self._drive(patience_s)
 
     def _begin_to_map(self, epoch: Epoch, most_s: float = READY_S) -> bool:
         """A job that decode's helper threads get from here on maps a pool."""
@@ -154,6 +182,11 @@ class SimNode(SimProcess):
     def exposes(self) -> bool:
         """Whether prefill may write straight to its pages."""
         return isinstance(self.view, DecodeInspection) and self.view.exposes
+
+    @property
+    def broken(self) -> bool:
+        """Whether its endpoint takes no calls any more, and its process has not ended yet."""
+        return self.alive and self.loop.failures.broken is not None
 
     @property
     def busy(self) -> bool:

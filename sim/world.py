@@ -353,12 +353,23 @@ class World(Cluster):
                 break
             self.now = until
             while heap and heap[0][0] <= until:
-                pop(heap)[2]()
+                self._happen(pop(heap)[2])
                 self.events += 1
             if self.dirty:
                 self._step_all()
         if not self.violations:
             self._finish()
+
+    def _happen(self, event: Callable[[], object]) -> None:
+        """A call of an engine that advances its endpoint may break it; the next call says so, and its process ends."""
+        try:
+            event()
+        except EndpointBrokenError:
+            broken = [node for node in self.places.values() if node.broken]
+            if not broken:
+                raise
+            for node in broken:
+                node.touch()
 
     def _go_on(self) -> bool:
         """Whether a few requests are to come after all that was drawn."""
@@ -433,10 +444,9 @@ class World(Cluster):
             return
         if node.must_break:
             self.violation("I7", f"{node.address}: goes on although the handling of an error has failed")
-        for handle in node.endpoint.poll():
-            entry = self.entries.get(id(handle))
-            if entry is not None:
-                entry.room.changed(entry)
+        self._happen(partial(self._poll, node))
+        if node.broken:
+            return
         self._check.node(node)
         if node.behind:
             node.touch()
@@ -451,6 +461,12 @@ class World(Cluster):
         self._word_faults.strike(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
+
+    def _poll(self, node: SimNode) -> None:
+        for handle in node.poll():
+            entry = self.entries.get(id(handle))
+            if entry is not None:
+                entry.room.changed(entry)
 
     def _wake(self, node: SimNode, when: float) -> None:
         node.wake_at = when

@@ -105,7 +105,7 @@ class FleetRank:
 
     def _build(self, store: FleetRendezvous, life: Incarnation, observer: Observer) -> None:
         environment = Environment(
-            clock=lambda: self.world.now, sleep=_never, thread=False, life=life, background=self._helpers
+            clock=lambda: self.world.now, sleep=_never, thread=False, engine=False, life=life, background=self._helpers
         )
         pool = NullPool()
         if self.role == "decode":

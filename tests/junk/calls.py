@@ -171,7 +171,8 @@ def _endpoint(bench: Bench) -> dict[str, object]:
         "pool": PagedPool.allocate(SPEC, shard(SPEC), pages=2, page_size=4), "transport": made,
         "channel": InprocChannel(bench.rig.hub, number.decode()), "rendezvous": StaticRendezvous(), "instance": "X",
         "rank": 0, "shards": None, "strategy": "auto", "verify": "off", "options": Options(), "kernels": None,
-        "observer": None, "environment": Environment(clock=bench.rig.clock, thread=False), "waits_for_peers": True,
+        "observer": None, "environment": Environment(clock=bench.rig.clock, thread=False, engine=False),
+        "waits_for_peers": True,
     }  # fmt: skip
 
 
@@ -190,10 +191,17 @@ def _decode(bench: Bench) -> Ready:
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
 
 
-@covers("Environment.__init__", clock="function", sleep="function", thread="flag", life="thing or none",
+@covers("Environment.__init__", clock="function", sleep="function", thread="flag", engine="flag", life="thing or none",
         switch_s="seconds or none", background="function or none")  # fmt: skip
 def _environment(bench: Bench) -> Ready:
-    quiet = {"sleep": lambda seconds: None, "thread": False, "life": None, "switch_s": None, "background": None}
+    quiet = {
+        "sleep": lambda seconds: None,
+        "thread": False,
+        "engine": False,
+        "life": None,
+        "switch_s": None,
+        "background": None,
+    }
     return Environment, {"clock": bench.rig.clock, **quiet}
 
 

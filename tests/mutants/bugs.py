@@ -323,7 +323,7 @@ BUGS: Sequence[Mutant] = (
            "endpoints.loop.failures:Failures.unforeseen", "raise Broken(self._broken_by(second)) from second",
            "pass"),
     Mutant("a broken endpoint leaves its rooms as they are",
-           "endpoints.loop.thread:EndpointThread._step", "self._break_down(self.loop.failures.break_down(exc))",
+           "endpoints.loop.driver:Driver._advance", "self._break_down(self.loop.failures.break_down(exc))",
            "self.loop.failures.break_down(exc)"),
     Mutant("a broken endpoint takes calls",
            "endpoints.loop.admission:Admission.check", "if error is not None:", "if False:"),

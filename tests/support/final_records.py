@@ -78,7 +78,7 @@ def _decode(
     assert pipe.recv() == "it listens"
     decode = DecodeEndpoint(
         pool, transport=carrier, channel=UnixChannel(f"unix://{path}/D"), strategy="mapped", instance="D",
-        rendezvous=StaticRendezvous({"P": [f"unix://{path}/P"]}), environment=Environment(thread=False),
+        rendezvous=StaticRendezvous({"P": [f"unix://{path}/P"]}), environment=Environment(thread=False, engine=False),
     )  # fmt: skip
     handle = decode.open(RoomId(b"final"), Source("P"))
     table = PageTable(GroupId("kv"), range(PAGES)[::-1])

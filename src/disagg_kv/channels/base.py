@@ -131,17 +131,20 @@ class Channel(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Block until ``poll`` would return something, ``wake`` was called since the last ``poll``, or time is over.
+        """Block until ``poll`` would return something, ``wake`` was called since the last wait, or time is over.
 
-        Any thread may call it, beside all other calls, ``close`` included. It takes nothing in and changes nothing: a
-        poll by the owner may come before the thread that waits has noticed, and then it goes on waiting. It may return
+        Any thread may call it, beside all other calls, ``close`` included. It takes nothing in: a poll by the owner may
+        come before the thread that waits has noticed a message, and then it goes on waiting. It may return
         early, and is accurate to microseconds. It releases the interpreter lock. ``close`` first makes it return;
         afterwards it returns at once.
         """
         ...
 
     def wake(self) -> None:
-        """Make every ``wait`` return, the next one included, until the next ``poll``; from any thread, at any time."""
+        """Make a ``wait`` that goes on return, or the next one; from any thread, at any time.
+
+        Calls of other threads meanwhile change nothing about that. Where several threads wait, one at least returns.
+        """
         ...
 
     def forget(self, address: str) -> None:

@@ -89,7 +89,6 @@ class InprocChannel:
     def poll(self) -> Sequence[News]:
         """What came in."""
         with self._hub._lock:
-            self._woken = self._closed
             came = tuple(self._inbox)
             self._inbox.clear()
             self._frames = 0
@@ -100,14 +99,15 @@ class InprocChannel:
         mine: SimpleQueue[None] = SimpleQueue()
         self._waiting.append(mine)
         try:
-            if not self._woken:
+            if not self._woken and not self._inbox:
                 with suppress(Empty):
                     mine.get(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
+            self._woken = self._closed
         finally:
             self._waiting.remove(mine)
 
     def wake(self) -> None:
-        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
+        """See :meth:`~disagg_kv.channels.Channel.wake`; also after ``close``."""
         self._woken = True
         for one in tuple(self._waiting):
             one.put(None)

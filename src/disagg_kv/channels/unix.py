@@ -192,11 +192,9 @@ class UnixChannel(Waits):
         links: list[tuple[_Link, int]] = []
         callers: list[_Caller] = []
         for number, flags in self._epoll.poll(0):
-            if number == waiter.fileno():
-                waiter.clear()
-            elif number == self._timer.fileno():
-                continue  # until it is set anew below
-            elif number == self._inbox.fileno():
+            if number in (waiter.fileno(), self._timer.fileno()):
+                continue  # which is for waits alone, or set anew below
+            if number == self._inbox.fileno():
                 callers += self._accept()
             elif number in self._linked:
                 links.append((self._linked[number], flags))
@@ -231,7 +229,7 @@ class UnixChannel(Waits):
         waiter, self._waiter = self._waiter, None
         if waiter is None:
             return
-        waiter.set()
+        waiter.end()
         for address in list(self._links):
             self.forget(address)
         for caller in list(self._callers.values()):

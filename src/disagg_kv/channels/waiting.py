@@ -29,7 +29,11 @@ class Waiter(Readiness):
 
     The kernel gives the number of a closed descriptor to the next file that any thread opens. The descriptors that
     ``wait`` uses are therefore closed with this object, and a thread that waits refers to it. To close a channel: drop
-    the reference to this object, set it, then close everything else. A thread that waits, or is about to, finds it set.
+    the reference to this object, ``end`` it, then close everything else. A thread that waits, or is about to, finds it
+    set.
+
+    A wait that finds it set takes that back, and nothing else does: a thread that is waked may be scheduled only after
+    the thread that waked it has done many other things, such as polls.
 
     Args:
         epoll: the caller may change it while threads wait, and close it.
@@ -40,12 +44,21 @@ class Waiter(Readiness):
         epoll.register(self, select.EPOLLIN)
         self._same = select.epoll.fromfd(os.dup(epoll.fileno()))
         self._awaited = _PollFd(self._same.fileno(), select.POLLIN, 0)
+        self._ended = False
 
     def wait(self, timeout_s: float) -> None:
         """Return when a descriptor is readable, this object is set, the time is over, or a signal came."""
         limit = _Timespec(*divmod(int(max(0.0, min(timeout_s, LONGEST_S)) * 1e9), 1_000_000_000))
         # The waits of ``select`` are rounded up to milliseconds.
-        _LIBC.ppoll(ctypes.byref(self._awaited), 1, ctypes.byref(limit), None)
+        if _LIBC.ppoll(ctypes.byref(self._awaited), 1, ctypes.byref(limit), None) > 0:
+            self.clear()
+            if self._ended:
+                self.set()
+
+    def end(self) -> None:
+        """Make every wait return from now on."""
+        self._ended = True
+        self.set()
 
 
 class Waits:
@@ -59,7 +72,7 @@ class Waits:
             waiter.wait(timeout_s)
 
     def wake(self) -> None:
-        """Make every ``wait`` return until the next ``poll``; from any thread, also after ``close``."""
+        """See :meth:`~disagg_kv.channels.Channel.wake`; also after ``close``."""
         if (waiter := self._waiter) is not None:
             waiter.set()
 

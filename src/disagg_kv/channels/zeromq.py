@@ -262,8 +262,7 @@ class ZmqChannel(Waits):
         if (waiter := self._waiter) is None:
             return ()
         ready = dict(self._epoll.poll(0))
-        if ready.pop(waiter.fileno(), 0):
-            waiter.clear()
+        ready.pop(waiter.fileno(), None)
         came: list[News] = []
         if self._unread:
             ready.update(dict.fromkeys((*self._asked, *self._monitored), select.EPOLLIN))
@@ -293,7 +292,7 @@ class ZmqChannel(Waits):
         waiter, self._waiter = self._waiter, None
         if waiter is None:
             return
-        waiter.set()
+        waiter.end()
         for link in self._links.values():
             self._disconnect(link, self._linger_ms)
         self._links.clear()

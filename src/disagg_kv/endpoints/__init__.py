@@ -15,6 +15,7 @@ from .api import (
     SupportsFileno,
     SupportsStatus,
     SupportsUsage,
+    SupportsWait,
     Usage,
 )
 from .decode.endpoint import DecodeEndpoint
@@ -55,6 +56,7 @@ __all__ = [
     "SupportsFileno",
     "SupportsStatus",
     "SupportsUsage",
+    "SupportsWait",
     "Usage",
     "attempt_id",
     "format_peers",

@@ -7,14 +7,15 @@ Every call checks the types and ranges of its arguments before it queues anythin
 ``withdraw``, ``expect`` and ``confirm_terminated``. ``abort``, ``poll``, ``peers`` and ``close`` stay harmless, as does
 the ``close`` of a forward pass.
 
-No call blocks on a peer or on the network, except ``close`` and an event's ``synchronize``. One engine thread calls.
-The endpoint's own thread makes progress, so heartbeats, grants and completions never wait for a forward pass.
+No call blocks on a peer or on the network, except ``close``, ``wait`` and an event's ``synchronize``. One engine thread
+calls. Its calls advance the endpoint, and the endpoint's own thread does where no call comes, so heartbeats, grants and
+completions never wait for a forward pass.
 
-Any thread but the endpoint's own may call ``close``. A signal handler may call ``close``, ``abort`` and ``poll``, even
-if it interrupts a call of the endpoint. The interrupted call then returns, or fails like a call after ``close``.
-``close`` waits for the endpoint's thread, which calls the observer, the transport and the log. Code that a handler
-interrupts must hold no lock that one of those needs. If an exception interrupts ``close``, closing continues; call
-``close`` again to wait for its end.
+Any thread may call ``close``. A signal handler may call ``close``, ``abort`` and ``poll``, even if it interrupts a call
+of the endpoint. The interrupted call then returns, or fails like a call after ``close``. Where ``close`` interrupts an
+advance, it returns at once, and the endpoint closes when that has ended. Elsewhere ``close`` waits for the endpoint's
+thread, which calls the observer, the transport and the log. Code that a handler interrupts must hold no lock that one
+of those needs. If an exception interrupts ``close``, closing continues; call ``close`` again to wait for its end.
 """
 
 from __future__ import annotations
@@ -231,6 +232,18 @@ class SupportsUsage(Protocol):
 
     def peers(self) -> Sequence[PeerInfo]:
         """Return every peer that is connected or still holds memory here."""
+        ...
+
+
+class SupportsWait(Protocol):
+    """An endpoint to which an engine that has nothing to do lends its thread."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Advance the endpoint on the calling thread until ``poll`` has something; False: it had nothing in that time.
+
+        Raises:
+            EndpointBrokenError: the endpoint cannot go on.
+        """
         ...
 
 

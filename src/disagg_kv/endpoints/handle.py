@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Generic, TypeVar
 
@@ -198,9 +198,14 @@ class ChangeQueue(Generic[H]):
 
 
 class HostEvent:
-    """An event that the endpoint's thread sets."""
+    """An event that the endpoint sets.
 
-    def __init__(self) -> None:
+    Args:
+        lend: has the calling thread advance the endpoint until a function returns True, or until it cannot.
+    """
+
+    def __init__(self, lend: Callable[[Callable[[], bool]], object]) -> None:
+        self._lend = lend
         self._latch = Latch()
         self._error: DisaggKVError | None = None
 
@@ -217,6 +222,7 @@ class HostEvent:
 
     def synchronize(self) -> None:
         """Block until it has happened; raises as :meth:`query` does."""
+        self._lend(lambda: self._latch.is_set)
         self._latch.wait()
         self.query()
 

@@ -92,7 +92,7 @@ class ArgumentSlots:
     @torch.inference_mode(False)
     def _cut(self, words: int, count: int) -> list[ArgumentSlot]:
         """New slots, of one allocation on either side. The caller may be in torch's inference mode."""
-        pinned = torch.empty((count, words), dtype=torch.int64, pin_memory=True)
+        pinned = torch.empty((count, words), dtype=torch.int64, device="cpu", pin_memory=True)
         with torch.cuda.stream(self._stream):
             device = torch.empty((count, words), dtype=torch.int64, device=self._device)
         return [

@@ -2,6 +2,7 @@
 
 from .base import Buffer, Event, MappedPool, Mark, MemoryPool, PagedMemory
 from .bell import Bell
+from .calling import undisturbed
 from .converted import ConvertedPool
 from .devices import spread
 from .events import All, CudaEvent, parts
@@ -30,4 +31,5 @@ __all__ = [
     "plane_view",
     "spread",
     "stored_bytes",
+    "undisturbed",
 ]

@@ -81,15 +81,25 @@ class ChannelSuite:
             frames.append(frame)
         assert self.received(self.right, len(frames)) == frames
 
-    def test_wake_ends_every_wait_until_the_next_poll(self) -> None:
-        """Also a wait that begins later, on any thread."""
-        waits = [self.threads.submit(self.left.wait, LONG_S) for _ in range(3)]
-        for _ in range(2):
+    def test_wake_ends_a_wait_that_goes_on_or_the_next_one(self) -> None:
+        """Also a wait on another thread, and although its owner polls meanwhile, again and again."""
+        self.left.wake()
+        self.left.poll()
+        self.left.wait(LONG_S)
+        for number in range(200):
+            one = self.threads.submit(self.left.wait, LONG_S)
+            while number % 2 and not one.running():
+                time.sleep(0)
             self.left.wake()
-            self.left.wait(LONG_S)
-        for one in waits:
-            one.result(LONG_S / 2)
-        assert not self.left.poll()
+            until = time.monotonic() + LONG_S / 2
+            while not one.done():
+                assert time.monotonic() < until, "a wait goes on although it was waked"
+                assert not self.left.poll()
+        waits = [self.threads.submit(self.left.wait, LONG_S) for _ in range(3)]
+        until = time.monotonic() + LONG_S / 2
+        while not all(one.done() for one in waits):
+            assert time.monotonic() < until, "a wait goes on"
+            self.left.wake()
 
     def test_close_ends_every_wait(self, tmp_path: Path) -> None:
         """However little earlier it began, and although another inbox is opened at once."""

@@ -69,7 +69,7 @@ class Exchange:
             bytes_of(buffer)[:] = np.random.default_rng(1).integers(0, 256, buffer.nbytes, np.uint8)
         self.sender = PrefillEndpoint(
             self.source, transport=InprocTransport(), channel=InprocChannel(hub, "P"), rendezvous=where, instance="P",
-            options=options, environment=Environment(thread=False),
+            options=options, environment=Environment(thread=False, engine=False),
         )  # fmt: skip
         self.inner = DecodeEndpoint(
             self.target, transport=InprocTransport(), channel=InprocChannel(hub, "D"), rendezvous=where, instance="D",

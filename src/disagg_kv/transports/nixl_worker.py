@@ -38,6 +38,13 @@ TransportEvent = WriteEnded | Settled | PeerEvent
 BUSY_S = 30e-6
 """The shortest pause between two polls of the library; a shorter one would take the core from the peer's thread."""
 
+AWAY_S = 0.002
+"""How long after a caller's look the thread leaves the library to the caller: it would only wait for the interpreter,
+with the lock that the caller needs to post."""
+
+HEAR_S = 0.001
+"""Seconds between two looks of callers for notifications."""
+
 LOOK_S = 0.02
 """Seconds between two checks of the processes of peers."""
 
@@ -166,7 +173,8 @@ class Worker:
         self._lock = threading.Lock()
         self._commands: Mailbox[Callable[[], object]] = Mailbox()
         self._active_at = time.monotonic()
-        self._look_at = 0.0
+        self._look_at = self._hear_at = self._watch_at = 0.0
+        self._looked_at = -math.inf
         self._until: float | None = None
         self._over = False
         made: Future[None] = Future()
@@ -235,11 +243,11 @@ class Worker:
             self._commands.put(partial(self._begin, job))
 
     def look(self) -> None:
-        """Move jobs on in the caller's thread, which is awake; without waiting, and nothing that copies for long."""
-        if (self._open.waiting or self._open.flying) and self._lock.acquire(blocking=False):
+        """Do the thread's work in the caller's, which is awake; without waiting, and nothing that copies for long."""
+        if self._lock.acquire(blocking=False):
             try:
                 if not self._over:
-                    self._turn(self._advance_small)
+                    self._turn(self._progress_small)
             finally:
                 self._lock.release()
 
@@ -266,8 +274,12 @@ class Worker:
         made.set_result(None)
         while self._until is None or (self._open and time.monotonic() < self._until):
             # The longer nothing has happened, the longer the pause.
-            quiet_s = time.monotonic() - self._active_at
-            command = self._commands.get(min(self._idle_s, max(BUSY_S, quiet_s / 16)))
+            now = time.monotonic()
+            away_s = self._looked_at + AWAY_S - now
+            command = self._commands.get(max(away_s, min(self._idle_s, max(BUSY_S, (now - self._active_at) / 16))))
+            self._watch(time.monotonic())
+            if command is None and time.monotonic() < self._looked_at + AWAY_S:
+                continue
             # A thread that posts now also moves the library on, and must not have to wait for this thread afterwards.
             if self._lock.acquire(blocking=command is not None):
                 try:
@@ -319,18 +331,56 @@ class Worker:
             link.leaving = True
             self._look_at = 0.0
 
+    def _watch(self, now: float) -> None:
+        """Look at the processes of peers, and for writes that take long; without the lock, as that takes a while."""
+        if now >= self._watch_at:
+            self._watch_at = now + LOOK_S
+            for link in tuple(self._links.values()):
+                if link.exited_at is None and link.watch is not None and link.watch.ended():
+                    link.exited_at = now
+                    self._look_at = 0.0
+            for job in tuple(self._open.flying):
+                _warn(job, now)
+
     def _progress(self) -> None:
         self._hear()
         self._advance_all()
         now = time.monotonic()
         if now >= self._look_at:
-            self._look_at = now + LOOK_S
-            for link in tuple(self._links.values()):
-                self._look(link, now)
-            for job in tuple(self._open.failed):
-                self._settled(job, now)
-            for job in self._open.flying:
-                _warn(job, now)
+            self._look(now, len(self._links))
+
+    def _progress_small(self) -> None:
+        """Progress on a caller's thread. Where the thread must copy for long, the caller leaves all to it."""
+        self._advance_small()
+        now = time.monotonic()
+        if all(job.small() for job in self._open.flying):
+            self._looked_at = now
+            for job in tuple(self._open.flying):
+                self._advance(job)
+        if now >= self._hear_at:
+            self._hear_at = now + HEAR_S
+            self._hear()
+        if now >= self._look_at:
+            self._look(now, 1)
+
+    def _look(self, now: float, probes: int) -> None:
+        """Act on what became of peers, and of jobs that failed; send a number of empty messages at most."""
+        self._look_at = now + LOOK_S
+        for link in tuple(self._links.values()):
+            if link.exited_at is not None:
+                self._lose(link)
+            if link.leaving and not self._open.of(link.peer):
+                del self._links[link.peer]
+                with suppress(TransportError, PeerLostError):
+                    self._agent.remove(link.name)
+            elif not link.lost and now >= link.probe_at:
+                if probes == 0:
+                    self._look_at = now
+                    break
+                probes -= 1
+                self._probe(link, now)
+        for job in tuple(self._open.failed):
+            self._settled(job, now)
 
     def _advance_all(self) -> None:
         for job in tuple(self._open.waiting):
@@ -340,7 +390,7 @@ class Worker:
             self._advance(job)
 
     def _advance_small(self) -> None:
-        """Progress on a caller's thread. The thread that posts or polls copies CPU memory, so this copies little."""
+        """Post what is due. The thread that posts or polls copies CPU memory, so this copies little."""
         copied = 0
         for job in tuple(self._open.waiting):
             if self._due(job):
@@ -349,9 +399,6 @@ class Worker:
                     self._post(job)
                 elif self._commands.empty():
                     self._commands.put(self._advance_all)
-        if all(job.small() for job in self._open.flying):
-            for job in tuple(self._open.flying):
-                self._advance(job)
 
     def _hear(self) -> None:
         # A peer's end shows where it is written to; it is no reason not to hear the others.
@@ -482,23 +529,15 @@ class Worker:
 
     # Peers.
 
-    def _look(self, link: Link, now: float) -> None:
-        if link.exited_at is None and link.watch is not None and link.watch.ended():
-            link.exited_at = now
+    def _probe(self, link: Link, now: float) -> None:
+        link.probe_at = now + PROBE_S
+        try:
+            self._agent.notify(link.name, _PROBE)
+        except PeerLostError:
             self._lose(link)
-        if link.leaving and not self._open.of(link.peer):
-            del self._links[link.peer]
-            with suppress(TransportError, PeerLostError):
-                self._agent.remove(link.name)
-        elif not link.lost and now >= link.probe_at:
-            link.probe_at = now + PROBE_S
-            try:
-                self._agent.notify(link.name, _PROBE)
-            except PeerLostError:
-                self._lose(link)
-            except TransportError:
-                # Not a statement about the peer; a write will say what is wrong.
-                return
+        except TransportError:
+            # Not a statement about the peer; a write will say what is wrong.
+            return
 
     def _lose(self, link: Link) -> None:
         if not link.lost:

@@ -80,7 +80,7 @@ class Broken:
 
 def test_a_batch_takes_the_wire_when_its_event_has_happened_and_nothing_overtakes_it() -> None:
     """A wire cannot bring what is not computed yet, however early it was asked to."""
-    clock, computed = FakeClock(), HostEvent()
+    clock, computed = FakeClock(), HostEvent(lambda over: None)
     pair, wire = _pair(clock, Eager())
     first = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=computed)
     second = pair.submit((500, 500, 500))
@@ -107,7 +107,7 @@ def test_an_event_that_raises_holds_up_nothing() -> None:
 def test_what_still_waits_for_its_turn_is_told_after_close() -> None:
     """The wire that held it back is gone."""
     pair, wire = _pair(FakeClock(), Eager())
-    ticket = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=HostEvent())
+    ticket = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=HostEvent(lambda over: None))
     assert _ended(pair) == []
     wire.close(0.0)
     assert [event.ticket for event in wire.poll() if isinstance(event, WriteEnded)] == [ticket]

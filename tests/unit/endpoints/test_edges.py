@@ -344,7 +344,7 @@ def alone(kind: type[E], rig: Rig, pool: PagedPool, name: str) -> E:
         channel=InprocChannel(rig.hub, name),
         rendezvous=rig.rendezvous,
         instance=name,
-        environment=Environment(clock=rig.clock, thread=False),
+        environment=Environment(clock=rig.clock, thread=False, engine=False),
     )
 
 
@@ -451,7 +451,7 @@ def test_the_life_of_an_endpoint_can_be_given() -> None:
         rendezvous=rig.rendezvous,
         instance="D",
         ring_bytes=4096,
-        environment=Environment(clock=rig.clock, thread=False, life=life),
+        environment=Environment(clock=rig.clock, thread=False, engine=False, life=life),
     )
     endpoint.open(RoomId(b"room"), Source("ear"))
     endpoint.driver.step()

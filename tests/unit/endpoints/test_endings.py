@@ -17,7 +17,6 @@ from disagg_kv.errors import (
     DisaggKVError,
     GeometryError,
     LocalProtocolError,
-    PeerLostError,
     RemoteProtocolError,
 )
 from disagg_kv.geometry import CacheSpec
@@ -440,7 +439,7 @@ def test_silence_ends_rooms(side: str, when: str) -> None:
     assert all(h.phase is Phase.FAILED for h in alive)
     assert all(isinstance(h.error, DisaggKVError) for h in alive)
     if side == "prefill":
-        assert isinstance(request.receives[0].error, PeerLostError)
+        assert "rank 1 of instance 'P'" in str(request.receives[0].error)  # as decode saw it, or rank 0 did
 
 
 def test_a_rooms_own_deadlines() -> None:

@@ -112,10 +112,10 @@ def test_an_endpoint_without_rooms_that_breaks_is_readable_and_poll_raises(late:
     sender, _ = pair(rig)
     assert late or not readable(sender)
 
-    def fail(timeout_s: float) -> None:
+    def fail(budget_s: float, *, copies: bool = True) -> None:
         raise ValueError("a bug")
 
-    sender._loop.step = fail  # type: ignore[method-assign]
+    sender._loop.advance = fail  # type: ignore[method-assign]
     with pytest.raises(EndpointBrokenError):
         sender.driver.step()
     for _ in range(2):

@@ -13,9 +13,9 @@ from disagg_kv.transports import Capabilities
 SLOW, FAST = Capabilities(bytes_per_s=8e9), Capabilities(bytes_per_s=FAST_BYTES_PER_S)
 
 
-def rest(policy: IdlePolicy, at: float = 0.0, *, busy: bool, more: bool = False, in_pass_s: float = 0.0) -> Rest:
+def rest(policy: IdlePolicy, at: float = 0.0, *, busy: bool, in_pass_s: float = 0.0) -> Rest:
     """How an endpoint with open rooms waits after a step."""
-    return policy.rest(at, 1.0, busy=busy, commanded=False, more=more, rooms=True, in_pass_s=in_pass_s)
+    return policy.rest(at, 1.0, busy=busy, commanded=False, rooms=True, in_pass_s=in_pass_s)
 
 
 def pauses(caps: Capabilities, at: Sequence[float]) -> list[float]:
@@ -34,10 +34,9 @@ def test_on_a_slow_wire_pauses_are_a_share_of_the_time_that_has_passed() -> None
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_during_a_pass_it_blocks_and_with_more_work_it_goes_on(busy: bool) -> None:
+def test_during_a_pass_it_blocks(busy: bool) -> None:
     policy = IdlePolicy(SLOW, Options(), 0.0)
     assert rest(policy, busy=busy, in_pass_s=0.01) == Rest(0.01 if busy else 1.0, 0.0)
-    assert rest(policy, busy=busy, more=True, in_pass_s=0.01) == Rest(0.0, 0.0)
 
 
 def test_on_a_fast_wire_it_polls_for_a_while_after_a_message() -> None:

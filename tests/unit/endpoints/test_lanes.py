@@ -203,7 +203,7 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
             channel=channel(rig.hub, f"x{next(number)}"),
             rendezvous=rig.rendezvous,
             instance="X",
-            environment=Environment(clock=rig.clock, thread=False),
+            environment=Environment(clock=rig.clock, thread=False, engine=False),
         )
 
     for bad, why in (([], "transport: 1 to 8"), ([Gpu(), Other()], r"no lane moves memory on 'cpu': gpu \(it moves")):

@@ -56,7 +56,7 @@ def buffer() -> tuple[ReceiveBuffer, Mailbox, FakeClock]:
     mailbox = Mailbox(clock)
     received = ReceiveBuffer(mailbox, raises, clock)
     clock.advance(STALLED_S)
-    received.fetch(0.0)
+    received.fetch()
     assert received.caught_up == clock()
     return received, mailbox, clock
 
@@ -65,7 +65,7 @@ def test_what_came_during_the_last_call_may_not_have_been_given() -> None:
     received, mailbox, clock = buffer()
     before = clock()
     mailbox.stops_s = STALLED_S / 2
-    received.fetch(0.0)
+    received.fetch()
     assert received.caught_up == before
 
 
@@ -75,10 +75,10 @@ def test_after_a_stop_a_channel_has_time_to_read_its_sockets() -> None:
     asked = clock()
     clock.advance(10.0)
     for _ in range(2):
-        received.fetch(0.0)
+        received.fetch()
         assert received.caught_up == asked
         clock.advance(GRACE_S * 0.6)
-    received.fetch(0.0)
+    received.fetch()
     assert received.caught_up == clock()
 
 
@@ -86,12 +86,12 @@ def test_a_stop_inside_the_call_counts_as_well() -> None:
     received, mailbox, clock = buffer()
     asked = clock()
     mailbox.stops_s = 10.0
-    received.fetch(1.0)
+    received.fetch()
     mailbox.stops_s = 0.0
-    received.fetch(0.0)
+    received.fetch()
     assert received.caught_up == asked
     clock.advance(GRACE_S)
-    received.fetch(0.0)
+    received.fetch()
     assert received.caught_up == clock()
 
 
@@ -100,10 +100,10 @@ def test_what_is_left_or_may_be_more_than_a_call_gives_is_not_taken_in() -> None
     asked = clock()
     clock.advance(0.1)
     mailbox.came = [Arrived(b"x" * MAX_FRAME)] * 33
-    received.fetch(0.0)
+    received.fetch()
     up_to = received.caught_up
     assert up_to is None
     assert len(list(received.take(Budget(clock)))) == 33
     assert received.caught_up == asked
-    received.fetch(0.0)
+    received.fetch()
     assert received.caught_up == clock()

@@ -45,7 +45,7 @@ def parts(folder: str, role: Role, rank: int, world: int) -> dict[str, Any]:
     return {
         "pool": pool, "transport": transport, "channel": UnixChannel(f"unix://{folder}/{role}{rank}"),
         "rendezvous": StaticRendezvous(where), "instance": role, "rank": rank, "shards": shards, "strategy": "mapped",
-        "environment": Environment(thread=False),
+        "environment": Environment(thread=False, engine=False),
     }  # fmt: skip
 
 

@@ -205,7 +205,7 @@ def refused(end: type[PrefillEndpoint | DecodeEndpoint], pool: MemoryPool) -> No
         channel=channel,
         rendezvous=StaticRendezvous(),
         instance="I",
-        environment=Environment(thread=False),
+        environment=Environment(thread=False, engine=False),
     )
 
 

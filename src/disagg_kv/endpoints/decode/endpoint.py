@@ -144,7 +144,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
                 return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board, words)
 
             super().__init__(parts, me, side, arrivals_per_poll)
-        self._commands = PostedCommands(self._loop, self._side, self._admission)
+        self._commands = PostedCommands(self.driver, self._side)
 
     def open(
         self,
@@ -170,7 +170,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             key = self._new_key(room)
             handle = ReceptionHandle(key, self._pool, self._commands, self._selection, self._verify)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._side.open, key, handle, source, own, tag))
+            self.driver.post(partial(self._side.open, key, handle, source, own, tag))
         return handle
 
     def poll(self) -> Sequence[ReceptionHandle]:

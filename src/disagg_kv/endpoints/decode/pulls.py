@@ -55,7 +55,6 @@ from ...planning import PageCopy, PairPlan, Segment, check_tables
 from ...strategies import Job, TransferPlanner
 from ...trace import Span
 from ..checksums import compare, layer_sums
-from ..loop.budget import Budget
 from ..loop.event_loop import EventLoop
 from .rate_limit import RateLimiter
 from .room import DecodeRoom
@@ -172,7 +171,7 @@ class PullQueue:
 
     def work(self) -> bool:
         """Go on with pulls that run, and begin others; True while one runs, or is left for the next step."""
-        budget = Budget(self._loop.clock, self._loop.most)
+        budget = self._loop.budget()
         self._look()
         self._look_at_failed()
         while budget.take() and self._start():

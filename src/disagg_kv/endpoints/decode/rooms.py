@@ -53,7 +53,6 @@ from ...staging import GrantQueue, Lease
 from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..handle import ChangeQueue
-from ..loop.budget import Budget
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
@@ -468,7 +467,9 @@ class DecodeSide:
         scatters = self._scatters
         if not scatters.active:
             return pulling or bool(self._expectations)
-        budget = Budget(self._loop.clock, self._loop.most)
+        if not self._loop.may_copy(scatters.queues):
+            return True
+        budget = self._loop.budget()
         scatters.look()
         # First, so that a GPU has something to do while this thread acts on those that have ended.
         while budget.take() and scatters.start():

@@ -89,7 +89,7 @@ class ScatterQueue:
         self._pool = pool
         self._ring = ring
         self._kernels = kernels
-        self._together = isinstance(kernels, SupportsStreams)
+        self._together = self.queues = isinstance(kernels, SupportsStreams)
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
         self._pace = pace
         self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}

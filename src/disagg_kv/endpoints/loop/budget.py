@@ -17,11 +17,12 @@ class Budget:
     Args:
         clock: time, in seconds.
         most: pieces of work.
+        seconds: after which no further piece is begun.
     """
 
-    def __init__(self, clock: Callable[[], float], most: int = MOST) -> None:
+    def __init__(self, clock: Callable[[], float], most: int = MOST, seconds: float = BUDGET_S) -> None:
         self._clock = clock
-        self._until = clock() + BUDGET_S
+        self._until = clock() + seconds
         self._left = most
 
     def take(self) -> bool:

@@ -19,10 +19,10 @@ from ..peers.handshake import EndpointInfo
 from ..peers.succession import check_counts
 from ..used_ids import UsedIds
 from .construction import Parts
+from .driver import Driver
 from .environment import helpers, let_switch
 from .event_loop import EventLoop
 from .side import Side
-from .thread import EndpointThread
 
 H = TypeVar("H", bound=RoomHandle)
 S = TypeVar("S", bound=Side)
@@ -70,7 +70,7 @@ class Endpoint(ABC, Generic[H, S]):
             build,
         )
         name = f"disagg_kv {me.instance}/{me.rank}"
-        self.driver = EndpointThread(self._loop, name, self._break_down, environment.thread)
+        self.driver = Driver(self._loop, name, self._break_down, thread=environment.thread, engine=environment.engine)
         self._admission = self.driver.admission
 
     @property
@@ -80,9 +80,18 @@ class Endpoint(ABC, Generic[H, S]):
 
     def poll(self) -> Sequence[H]:
         """See :meth:`~disagg_kv.endpoints.api.Sender.poll` and :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
+        self._loop.home.check()
+        self.driver.drive()
         if self.driver.broken is not None:
             raise self.driver.broken
         return self._changes.take(self._arrivals)
+
+    def wait(self, timeout_s: float) -> bool:
+        """See :meth:`~disagg_kv.endpoints.api.SupportsWait.wait`."""
+        wanted = arguments.seconds(timeout_s, "timeout_s", zero=True)
+        if self.driver.broken is not None:
+            raise self.driver.broken
+        return self.driver.wait(wanted, lambda: bool(self._changes) or self.driver.broken is not None)
 
     def fileno(self) -> int:
         """See :meth:`~disagg_kv.endpoints.api.SupportsFileno.fileno`."""
@@ -100,7 +109,7 @@ class Endpoint(ABC, Generic[H, S]):
         """See :meth:`~disagg_kv.endpoints.api.Sender.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
         with self._admission.enter("confirm_terminated"):
-            self._loop.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
+            self.driver.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
 
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Sender.close`."""

@@ -20,7 +20,10 @@ class Environment:
     Args:
         clock: seconds; must never go back.
         sleep: blocks the endpoint's thread for a number of seconds.
-        thread: False: the endpoint has no thread, and the caller runs it by ``driver.step``.
+        thread: False: the endpoint has no thread, and the engine's calls alone advance it. The engine must poll at
+            least every third of ``silence_s``, or peers lose it.
+        engine: False: the engine's calls do not advance the endpoint. Without a thread, the caller does, by
+            ``driver.step``.
         life: epoch and process of the endpoint; None: a new epoch in this process. An epoch must not be used twice.
         switch_s: the switch interval of the process' interpreter (``sys.setswitchinterval``), if the present one is
             longer: the seconds after which a thread that computes in Python lets another one go on. It is set when the
@@ -35,6 +38,7 @@ class Environment:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     thread: bool = True
+    engine: bool = True
     life: Incarnation | None = None
     switch_s: float | None = None
     background: Callable[[str, int], Background] | None = None
@@ -43,6 +47,7 @@ class Environment:
         arguments.clock(self.clock, "clock")
         arguments.function(self.sleep, "sleep")
         arguments.flag(self.thread, "thread")
+        arguments.flag(self.engine, "engine")
         if self.life is not None:
             arguments.one(self.life, "life", Incarnation)
         if self.switch_s is not None:

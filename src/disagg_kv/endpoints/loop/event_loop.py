@@ -1,6 +1,6 @@
 """What both kinds of endpoint do alike: introduce themselves, beat, notice ends, pass frames on, and keep going.
 
-:meth:`EventLoop.step` is one step. An ``EndpointThread`` calls it again and again, or the simulator does.
+:meth:`EventLoop.advance` is one step. A ``Driver`` says which thread makes it; the simulator makes it itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from math import inf
 
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected
 from ...core import (
@@ -57,9 +58,9 @@ from ..peers.mapping import map_prefill, open_decode
 from ..peers.peer_registry import PeerRegistry
 from ..peers.process_monitor import ProcessMonitor
 from ..peers.succession import Succession, found_before
-from .budget import MOST, Budget
+from .budget import BUDGET_S, MOST, Budget
 from .failures import Broken, Failures
-from .idle import IDLE_S, TARGET_S, IdlePolicy
+from .idle import IDLE_S, TARGET_S, IdlePolicy, Rest
 from .inspection import LoopInspection
 from .pauses import Pauses
 from .receive_buffer import ReceiveBuffer
@@ -74,7 +75,7 @@ LOOKUPS, LINKS = 4, 32
 
 
 class EventLoop:
-    """The endpoint's thread's half: everything here runs on that one thread, except ``post``."""
+    """Time, messages and commands. One thread at a time calls; any: ``post``, ``wait``, ``behind``, ``pending``."""
 
     def __init__(
         self,
@@ -101,15 +102,17 @@ class EventLoop:
         self._guard = self.failures.guard
         self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.failures.defer)
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the step.
-        self._prompt = self._naps = channel.eager
+        self._prompt = channel.eager
         links = links_of(channel, me.transport, options)
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options, links)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options, me.instance)
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
-        self._sleep = sleep
+        self.sleep = sleep
         self.idle = IdlePolicy(me.transport.caps, options, self.now)
-        self._napped = False
+        self._busy = self._commanded = self.left = self.makes_copies = False
+        self._copies = True
+        self._deaf_until = -inf
         self.pauses = Pauses(options.missed * options.heartbeat_s, options.silence_s, self.peers.ended)
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
@@ -125,6 +128,7 @@ class EventLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
+        self.budget_s = BUDGET_S
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._process_monitor = ProcessMonitor(clock, me.life.process, me.life.watch)
         before = found_before(rendezvous, me.instance, me.rank, me.address)
@@ -133,13 +137,13 @@ class EventLoop:
         self.side = side(self)
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
         if before is not None:
-            self.post(partial(self.dial, before), wake=False)
+            self.post(partial(self.dial, before))
         self.now = clock()  # a store that was slow to publish is no pause of this thread
 
     # From any thread.
 
-    def post(self, command: Callable[[], None], *, wake: bool = True) -> None:
-        """Have the endpoint's thread do something, in order; without ``wake`` in its next step.
+    def post(self, command: Callable[[], None]) -> None:
+        """Do something in the next advance, in order.
 
         Raises:
             EndpointBrokenError: the endpoint has failed. What was posted before fails with it.
@@ -149,13 +153,11 @@ class EventLoop:
         self._commands.append(command)
         if self.failures.broken is not None:
             raise self.failures.broken
-        if wake:
-            self.channel.wake()
 
     @property
     def behind(self) -> bool:
-        """Whether commands of the engine wait that did not fit into the last step."""
-        return bool(self._commands)
+        """Whether commands or frames wait that the last advance has not taken. From any thread."""
+        return bool(self._commands) or bool(self._receive_buffer)
 
     def inspect(self) -> LoopInspection:
         """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
@@ -181,44 +183,78 @@ class EventLoop:
         else:
             self._later.append((event, command, failed))
 
-    def step(self, timeout_s: float) -> None:
-        """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
+    def advance(self, budget_s: float, *, copies: bool = True) -> None:
+        """Take in what there is, and act on it. Begins no further piece of work after ``budget_s``; never blocks.
+
+        Without ``copies`` it leaves those that run in the call, and ``left`` says so until an advance makes them.
+        """
+        self._copies = copies
+        if copies:
+            self.left = False
         before, self.now = self.now, self.clock()
         if self.now - before >= self.pauses.least_s and (paused := self.pauses.over(before, self.next_at(), self.now)):
             log.warning("endpoint %s/%d: %s", self.me.instance, self.me.rank, paused)
-        # What ended a nap goes before what is less urgent: bytes may wait for it.
-        if self._napped:
-            self._hear(0.0)
-        commanded = bool(self._commands)
-        try:
-            busy = self._progress()
-        except Exception as exc:
-            self.failures.met(exc)
-            busy = True
-        more, rooms = self.behind or bool(self._receive_buffer), self.side.open_rooms > 0
-        rest = self.idle.rest(
-            self.now, timeout_s, busy=busy, commanded=commanded, more=more, rooms=rooms, in_pass_s=self.side.patience_s
-        )
-        if self._send_buffer.unsent:
-            self._guard(self.flush)
-        self._napped = rest.pause_s > 0 and self._naps
-        if self._napped:
-            self.channel.wait(rest.pause_s)
-        elif self._hear(self._wait(rest.block_s) if rest.block_s else 0.0):
+        self.budget_s = budget_s
+        self._commanded = bool(self._commands)
+        # Frames go before what is less urgent, as bytes may wait for them, but not before what the engine has said.
+        if self._commanded:
+            self._proceed()
+        if self._hear():
             self._guard(self.poll_transport)
             self._guard(self.side.work)
-            if self._send_buffer.unsent:
+            if self._prompt:
                 self._guard(self.flush)
-        elif rest.pause_s:
-            self._sleep(rest.pause_s)
+        if not self._commanded:
+            self._proceed()
+        if self._send_buffer.unsent:
+            self._guard(self.flush)
 
-    def _hear(self, timeout_s: float) -> bool:
-        """Take in what comes in; False: nothing."""
-        arrived = self._receive_buffer.fetch(timeout_s)
+    def _proceed(self) -> None:
+        try:
+            self._busy = self._progress()
+        except Exception as exc:
+            self.failures.met(exc)
+            self._busy = True
+
+    def may_copy(self, queues: bool) -> bool:
+        """Whether copies may begin in this advance; ``queues``: a device makes them, and the call returns at once."""
+        if queues:
+            return True
+        self.makes_copies = True
+        self.left = self.left or not self._copies
+        return self._copies
+
+    @property
+    def pending(self) -> bool:
+        """Whether something goes on that must not wait for long. From any thread."""
+        return self._busy or self.side.open_rooms > 0 or self.behind
+
+    def rest(self, timeout_s: float) -> Rest:
+        """How to wait after an advance, at most for ``timeout_s``."""
+        rooms = self.side.open_rooms > 0
+        rest = self.idle.rest(
+            self.now, timeout_s, busy=self._busy, commanded=self._commanded, rooms=rooms, in_pass_s=self.side.patience_s
+        )
+        return Rest(self._wait(rest.block_s), rest.pause_s) if rest.block_s else rest
+
+    def wait(self, rest: Rest) -> None:
+        """Wait for messages, or for what is due. Safe beside an advance on another thread."""
+        if (deaf_s := self._deaf_until - self.clock()) > 0:
+            self.sleep(deaf_s)
+        elif rest.seconds > 0:
+            self.channel.wait(rest.seconds)
+
+    def budget(self) -> Budget:
+        """For one kind of work in this advance."""
+        return Budget(self.clock, self.most, self.budget_s)
+
+    def _hear(self) -> bool:
+        """Take in what has come; False: nothing."""
+        arrived = self._receive_buffer.fetch()
         if arrived:
             self.now = self.clock()
             self.idle.on_message(self.now)
-            for event in self._receive_buffer.take(Budget(self.clock, self.most)):
+            for event in self._receive_buffer.take(self.budget()):
                 self.take_in(event)
         if (at := self._receive_buffer.caught_up) is not None:
             self.peers.caught_up(at)
@@ -237,7 +273,7 @@ class EventLoop:
         if self._process_monitor.awaited:
             self._guard(self._notice_exits)
         if self._commands:
-            budget = Budget(self.clock, self.most)
+            budget = self.budget()
             while self._commands and budget.take():
                 self._guard(self._commands.popleft())
         if self._later:
@@ -270,7 +306,7 @@ class EventLoop:
     def _deaf(self, exc: Exception) -> None:
         """Perhaps the channel works again later; if not, this thread must be there to end rooms, without spinning."""
         self.failures.unforeseen(exc)
-        self._sleep(IDLE_S)
+        self._deaf_until = self.clock() + IDLE_S
 
     def next_at(self) -> float | None:
         """When a step is due although nothing comes in."""

@@ -55,6 +55,11 @@ class Rest:
     block_s: float
     pause_s: float
 
+    @property
+    def seconds(self) -> float:
+        """How long that takes at most."""
+        return self.pause_s or self.block_s
+
 
 class IdlePolicy:
     """Chooses how to wait; runs on the endpoint's thread only.
@@ -76,22 +81,17 @@ class IdlePolicy:
         """A message has come."""
         self._awake_until = now + self.linger_s
 
-    def rest(
-        self, now: float, timeout_s: float, *, busy: bool, commanded: bool, more: bool, rooms: bool, in_pass_s: float
-    ) -> Rest:
+    def rest(self, now: float, timeout_s: float, *, busy: bool, commanded: bool, rooms: bool, in_pass_s: float) -> Rest:
         """How to wait after a step, at the time ``now``.
 
         * ``timeout_s``: the longest that the caller wants to wait.
         * ``busy``: something is in flight that only polling shows to be done.
         * ``commanded``: the engine has given a command.
-        * ``more``: there is work that did not fit into the step.
         * ``rooms``: there are open rooms.
         * ``in_pass_s``: during a forward pass, the seconds for which the engine needs no poll; else 0.
         """
         if commanded or busy:
             self._awake_until = now + self.linger_s
-        if more:
-            return Rest(0.0, 0.0)
         lingers = timeout_s > 0 and now < self._awake_until and rooms and not in_pass_s
         if not busy and not lingers:
             self._polls_since = inf

@@ -39,20 +39,18 @@ class ReceiveBuffer:
     def __len__(self) -> int:
         return len(self._left)
 
-    def fetch(self, wait_s: float) -> bool:
-        """Unless something is left, ask the channel, which waits ``wait_s`` seconds; False: there is nothing."""
+    def fetch(self) -> bool:
+        """Unless something is left, ask the channel; False: there is nothing."""
         if not self._left:
             before = self._clock()
             if before - self._polled > STALLED_S:
                 self._awake_at = before + GRACE_S
             try:
-                if wait_s > 0:
-                    self._channel.wait(wait_s)
                 self._left.extend(self._channel.poll())
             except Exception as exc:
                 self._failed(exc)
             self._polled = self._clock()
-            if self._polled - before > wait_s + STALLED_S:
+            if self._polled - before > STALLED_S:
                 self._awake_at = self._polled + GRACE_S
             if before >= self._awake_at and (len(self._left) <= FEW or not self._bounded()):
                 self._asked = before

@@ -6,9 +6,11 @@ The endpoint's thread never makes such a call. It starts a job here, and takes t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from typing import Protocol
 
@@ -39,6 +41,8 @@ class Background(Protocol):
 class HelperThreads:
     """A daemon thread for each job: a job that never returns holds up neither the others nor the process's exit.
 
+    They run on the cores of the thread that makes this object: a call of an engine may start them.
+
     Args:
         name: of the threads.
         most: how many jobs have a place. The others wait until one of those ends, or until none has for ``SLOW_S``:
@@ -49,6 +53,7 @@ class HelperThreads:
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._most = most
+        self._cores = os.sched_getaffinity(0)
         lock = threading.Lock()
         self._free, self._ended = threading.Condition(lock), threading.Condition(lock)
         self._threads = 0
@@ -58,18 +63,12 @@ class HelperThreads:
         self._then: Job | None = None
 
     def start(self, job: Job) -> None:
-        """See :meth:`Background.start`.
+        """See :meth:`Background.start`; holds no lock that an interrupt could leave behind.
 
         Raises:
             RuntimeError: the host has no thread left.
         """
-        with self._free:
-            self._threads += 1
-        try:
-            threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
-        except BaseException:
-            self._end()
-            raise
+        threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
 
     def close(self, timeout_s: float, then: Job) -> bool:
         """See :meth:`Background.close`."""
@@ -93,7 +92,12 @@ class HelperThreads:
                 self._free.notify(self._most)
 
     def _run(self, job: Job) -> None:
+        with suppress(OSError):  # the process has other cores now
+            os.sched_setaffinity(0, self._cores)
         with self._free:
+            if self._closed:
+                return  # before this thread counted: perhaps nothing waits for it any more
+            self._threads += 1
             self._wait()
             begins = not self._closed
             if begins:

@@ -133,7 +133,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
             super().__init__(parts, me, side)
         launches = EngineLaunches(movers, self._loop.clock)
-        self._commands = PostedCommands(self._loop, self._side, self._admission, launches)
+        self._commands = PostedCommands(self.driver, self._side, launches)
 
     def open(
         self,
@@ -157,7 +157,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             key = self._new_key(room)
             handle = DeliveryHandle(key, self._pool, self._commands)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._side.open, key, handle, own, tag))
+            self.driver.post(partial(self._side.open, key, handle, own, tag))
         return handle
 
     def step(
@@ -177,7 +177,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         with self._admission.enter("a forward pass"):
             submitted = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
             cuts = LayerGroups([one.key for one in submitted], self._side.row_layers)
-            self._loop.post(partial(self._side.announce, submitted, self._loop.clock(), cuts))
+            self.driver.post(partial(self._side.announce, submitted, self._loop.clock(), cuts))
         layers, traced = self._pool.site.shard.layers(), self._loop.traced
         return ForwardPass(submitted, layers, self._commands, cuts, layered=layered, traced=traced)
 

@@ -93,6 +93,10 @@ class PrefillCommands(Protocol):
         """Stop reading a room's pages."""
         ...
 
+    def lend(self, over: Callable[[], bool]) -> None:
+        """Lend the calling thread to the loop until ``over()``, if engines' calls advance it."""
+        ...
+
 
 class DeliveryHandle(RoomHandle):
     """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`."""
@@ -217,7 +221,7 @@ class DeliveryHandle(RoomHandle):
 
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""
-        fired = HostEvent()
+        fired = HostEvent(self._commands.lend)
         with self._commands.admission.enter(room_name(self.room)):
             if self.released:
                 fired.set()

@@ -18,7 +18,6 @@ from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
 from ...transports import Settled, WriteEnded
 from ..handle import ChangeQueue
-from ..loop.budget import Budget
 from ..loop.event_loop import EventLoop
 from ..loop.side import SideWithoutWords
 from ..peers.directory import LookupResult
@@ -279,7 +278,9 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         waiting = self._passes.look()
         if not self.transfers.active:
             return waiting
-        budget = Budget(self._loop.clock)
+        if not self._loop.may_copy(self.transfers.queues):
+            return True
+        budget = self._loop.budget()
         if self.transfers.armed:
             self._advance(self.transfers.review)
         if self.transfers.waits:

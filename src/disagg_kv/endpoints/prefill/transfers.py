@@ -136,6 +136,7 @@ class TransferQueue:
         self._loop = loop
         self._kernels = kernels
         self._streams = kernels if isinstance(kernels, SupportsStreams) else None
+        self.queues = self._streams is not None
         self._staging = staging
         self._region = region
         self._router = router

@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core import Phase
-from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, Report, room_id
-from ...endpoints.decode.handle import ReceptionHandle
-from ...endpoints.prefill.handle import DeliveryHandle
+from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Report, room_id
 from ...errors import AbortedError, DisaggKVError, IncompatiblePeerError, PeerLostError, UnsupportedError
 from ...geometry import PageTable
 from ...ids import RoomId
@@ -36,10 +34,8 @@ log = logging.getLogger("disagg_kv.sglang")
 
 I32 = npt.NDArray[np.int32]
 
-YIELD_S = 0.0001
-BETWEEN_S = 0.0003
-"""SGLang's scheduler steps without a pause. At most every ``BETWEEN_S`` a poll sleeps for ``YIELD_S``, so that the
-endpoint's thread gets the interpreter."""
+SETTLE_S = 0.01
+"""How long the endpoint has the thread of an engine that waits for pages, between two looks at the room."""
 SLOW_S = 5.0
 """Seconds after which a wait for copies on this host is logged."""
 
@@ -81,13 +77,6 @@ class Side:
         self.directory = Directory()
         self._met: dict[str, int] = {}
         self._believed: set[str] = set()
-        self._yielded = 0.0
-
-    def give_way(self) -> None:
-        """A room waits: let the endpoint's thread have the interpreter for a moment."""
-        if time.monotonic() - self._yielded > BETWEEN_S:
-            time.sleep(YIELD_S)
-            self._yielded = time.monotonic()
 
     @property
     def closed(self) -> bool:
@@ -169,7 +158,7 @@ class Room:
     def __init__(self, side: Side, number: int | None) -> None:
         self._side = side
         self._number = number
-        self._handle: DeliveryHandle | ReceptionHandle | None = None
+        self._handle: Delivery | Reception | None = None
         self._told = False
         self._error: DisaggKVError | None = None
 
@@ -204,14 +193,13 @@ class Room:
             return Poll.SUCCESS
         if phase in (Phase.DONE, Phase.FAILED) and (released or closed):
             return Poll.FAILED
-        self._side.give_way()
         return None
 
     def _settle(self) -> None:
         """Wait until nothing touches the pages any more."""
         handle, began, told = self._handle, time.monotonic(), False
         while handle is not None and not self._side.closed and not handle.released:
-            time.sleep(YIELD_S)
+            self._side.endpoint.wait(SETTLE_S)
             if not told and time.monotonic() - began > SLOW_S:
                 log.warning("room %s: copies of its pages have not ended after %s s", self._number, SLOW_S)
                 told = True
@@ -255,7 +243,7 @@ class SenderRoom(Room):
     """
 
     _ended = "sent"
-    _handle: DeliveryHandle | None
+    _handle: Delivery | None
     _early_send_wait_event: Event | None = None
     """SGLang sets this before it sends rows of its prefix cache that an earlier pass may still write."""
 
@@ -334,7 +322,7 @@ class ReceiverRoom(Room):
     """
 
     _ended = "loaded"
-    _handle: ReceptionHandle | None
+    _handle: Reception | None
 
     def __init__(self, side: Side, address: str, number: int | None) -> None:
         super().__init__(side, number)

@@ -8,7 +8,6 @@ other one: the failure is logged, and reported with the next results.
 from __future__ import annotations
 
 import logging
-import select
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -116,10 +115,6 @@ class WorkerSide:
         self._layers = dict(layers)
         self._mark = mark
         self._claim_s = claim_s
-        self._changes = select.poll()
-        for endpoint in (sender, receiver):
-            if endpoint is not None:
-                self._changes.register(endpoint, select.POLLIN)
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Incoming] = {}
         self._queued: dict[str, Reception] = {}
@@ -189,8 +184,8 @@ class WorkerSide:
     def results(self, ended: set[str]) -> Results:
         """What happened since the last call. ``ended``: requests that vLLM has ended since then.
 
-        vLLM steps without a pause while transfers run. A step that computes nothing sleeps here, so that the endpoints'
-        threads get the interpreter and a core. It goes on as soon as a transfer has ended.
+        vLLM steps without a pause while transfers run. A step that computes nothing lends its thread to an endpoint
+        here. It goes on as soon as a transfer has ended.
 
         Raises:
             EndpointBrokenError: an endpoint has failed as a whole. A peer may still read or write pages of its rooms,
@@ -225,9 +220,12 @@ class WorkerSide:
     def _wait(self) -> None:
         """Until a decode request need not wait any more, at most for :data:`LOAD_S` or :data:`IDLE_S`."""
         until = time.monotonic() + (LOAD_S if self._incoming else IDLE_S)
-        while not any(one.reception.released for one in self._incoming.values()):
+        endpoint = self._receiver if self._incoming or self._sender is None else self._sender
+        while endpoint is not None and not _closed(self._sender) and not _closed(self._receiver):
+            # To take changes also advances an endpoint, so only now is it known what there is to wait for.
             left = until - time.monotonic()
-            if left <= 0 or not self._changes.poll(left * 1e3) or _closed(self._sender) or _closed(self._receiver):
+            released = any(one.reception.released for one in self._incoming.values())
+            if released or left <= 0 or not endpoint.wait(left):
                 return
 
     # Prefill.
