@@ -71,9 +71,6 @@ def transfer(
     decode_load: Annotated[
         bool, typer.Option("--decode-load", help="Let each decode rank run decode-like steps, and show their times.")
     ] = False,
-    switch_us: Annotated[
-        int | None, typer.Option(min=1, help="Microseconds of the interpreter's switch interval in all ranks.")
-    ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Staging slots of a prefill rank.")] = 8,
     slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a staging slot.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
@@ -112,7 +109,6 @@ def transfer(
         announced=announced,
         busy=busy,
         decode_load=decode_load,
-        switch_s=switch_us and switch_us / 1e6,
         slots=slots,
         slot_bytes=slot_mib and slot_mib << 20,
         ring_bytes=ring_mib and ring_mib << 20,

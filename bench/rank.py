@@ -170,7 +170,7 @@ class PrefillRank:
                 slots=shape.slots,
                 options=_options(shape, name),
                 schedule=_schedule(shape, name),
-                environment=Environment(thread=self.threaded, switch_s=shape.switch_s),
+                environment=Environment(thread=self.threaded),
                 **_how(shape, name),
             )
             for name in shape.runs
@@ -297,7 +297,6 @@ class DecodeRank:
                 rank=setup.rank,
                 shards=shards,
                 ring_bytes=shape.ring_bytes,
-                environment=Environment(switch_s=shape.switch_s),
                 options=_options(shape, name),
                 **_how(shape, name),
             )

@@ -42,7 +42,6 @@ class TransferShape:
         programs: on GPUs: most programs of a copy of mapped pages, on either side; None: one per multiprocessor.
         busy: during a transfer, each rank's engine thread runs Python code between two polls.
         decode_load: during a transfer, each decode rank runs steps like those of a decode engine between two polls.
-        switch_s: what the ranks' endpoints set as the interpreter's switch interval; None: nothing.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
         bells: each strategy is measured once more with bells.
@@ -75,7 +74,6 @@ class TransferShape:
     programs: int | None = None
     busy: bool = False
     decode_load: bool = False
-    switch_s: float | None = None
     wire_bytes_per_s: float | None = None
     verify: Verify = "off"
     bells: bool = False

@@ -192,14 +192,13 @@ def _decode(bench: Bench) -> Ready:
 
 
 @covers("Environment.__init__", clock="function", sleep="function", thread="flag", engine="flag", life="thing or none",
-        switch_s="seconds or none", background="function or none")  # fmt: skip
+        background="function or none")  # fmt: skip
 def _environment(bench: Bench) -> Ready:
     quiet = {
         "sleep": lambda seconds: None,
         "thread": False,
         "engine": False,
         "life": None,
-        "switch_s": None,
         "background": None,
     }
     return Environment, {"clock": bench.rig.clock, **quiet}

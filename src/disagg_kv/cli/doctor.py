@@ -272,7 +272,7 @@ def _torch() -> Finding:
 def switching(interval_s: float) -> Finding:
     """How long an endpoint's thread waits for the interpreter beside a thread that computes in Python."""
     detail = f"{interval_s * 1e3:g} ms: beside an engine's thread that computes in Python, an endpoint wakes that late"
-    return Finding("switch interval", True, f"{detail}; Environment(switch_s=...) sets it for an engine's process")
+    return Finding("switch interval", True, f"{detail}")
 
 
 def engine(one: Engine) -> Finding:

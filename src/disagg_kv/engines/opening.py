@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
 from ..channels.reach import reached_at
 from ..core import Options
-from ..endpoints import DecodeEndpoint, Environment, PrefillEndpoint, threads_on
+from ..endpoints import DecodeEndpoint, PrefillEndpoint, threads_on
 from ..errors import ConfigurationError, UnknownNameError
 from ..geometry import Shard
 from ..ids import Role
@@ -147,7 +147,6 @@ def _open(
     common = {"rank": rank, "shards": shards, "rendezvous": meeting, "verify": options.verify, "strategy": strategy}
     common["waits_for_peers"] = waits_for_peers
     common["options"] = Options(silence_s=options.silence_s, claim_s=options.claim_s, total_s=options.total_s)
-    common["environment"] = Environment(switch_s=options.switch_interval_s or None)
     own, sender, receiver = ["", ""], None, None
     shown = Shown(options.metrics, options.status_socket, rank)
     undo.callback(shown.close)

@@ -53,8 +53,6 @@ class EngineOptions:
             vLLM, prefill keeps them for longer while a decode instance queues the request; otherwise a request that
             waits in decode's queue for longer is not loaded.
         total_s: seconds after which a transfer fails.
-        switch_interval_s: see ``switch_s`` of :class:`~disagg_kv.endpoints.Environment`; 0: the interpreter's switch
-            interval is left as it is.
         metrics: where Prometheus gets the metrics of the endpoints: ``HOST:PORT`` of rank 0, and the next port for each
             further rank; "": nowhere.
         status_socket: ``disagg-kv top`` shows the endpoints; see
@@ -77,7 +75,6 @@ class EngineOptions:
     silence_s: float = 30.0
     claim_s: float = 30.0
     total_s: float = 300.0
-    switch_interval_s: float = 0.0
     metrics: str = ""
     status_socket: bool = False
 
@@ -86,7 +83,6 @@ class EngineOptions:
             arguments.text(getattr(self, name), name)
         for name in ("silence_s", "claim_s", "total_s"):
             arguments.seconds(getattr(self, name), name)
-        arguments.seconds(self.switch_interval_s, "switch_interval_s", zero=True)
         arguments.flag(self.status_socket, "status_socket")
         host, _, port = self.metrics.rpartition(":")
         if self.metrics and not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):

@@ -20,7 +20,7 @@ from ..peers.succession import check_counts
 from ..used_ids import UsedIds
 from .construction import Parts
 from .driver import Driver
-from .environment import helpers, let_switch
+from .environment import helpers
 from .event_loop import EventLoop
 from .side import Side
 
@@ -57,7 +57,6 @@ class Endpoint(ABC, Generic[H, S]):
             return self._side
 
         environment = parts.environment
-        let_switch(environment)
         self._loop = EventLoop(
             me,
             parts.channel,

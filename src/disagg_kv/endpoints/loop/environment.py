@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -25,9 +24,6 @@ class Environment:
         engine: False: the engine's calls do not advance the endpoint. Without a thread, the caller does, by
             ``driver.step``.
         life: epoch and process of the endpoint; None: a new epoch in this process. An epoch must not be used twice.
-        switch_s: the switch interval of the process' interpreter (``sys.setswitchinterval``), if the present one is
-            longer: the seconds after which a thread that computes in Python lets another one go on. It is set when the
-            endpoint starts, and stays. None: it is left as it is, which is 5 ms if nothing has set it.
         background: creates the helpers for calls that may block: a function of a name and of the number of calls that
             run at a time. None: threads, or the calling thread where the endpoint has no thread.
 
@@ -40,7 +36,6 @@ class Environment:
     thread: bool = True
     engine: bool = True
     life: Incarnation | None = None
-    switch_s: float | None = None
     background: Callable[[str, int], Background] | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -50,16 +45,8 @@ class Environment:
         arguments.flag(self.engine, "engine")
         if self.life is not None:
             arguments.one(self.life, "life", Incarnation)
-        if self.switch_s is not None:
-            arguments.seconds(self.switch_s, "switch_s")
         if self.background is not None:
             arguments.function(self.background, "background")
-
-
-def let_switch(environment: Environment) -> None:
-    """Set the interpreter's switch interval as the environment says: no thread waits longer than before for that."""
-    if environment.switch_s is not None and environment.switch_s < sys.getswitchinterval():
-        sys.setswitchinterval(environment.switch_s)
 
 
 def helpers(environment: Environment, name: str, most: int) -> Background:
