@@ -140,12 +140,10 @@ class Checks:
                 "I4",
                 f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}",
             )
-        # Ranks that wait for votes of others end by the endpoint's own silence at the latest.
-        impatient = entry.room.plan.silence_s is not None and entry.node.split.world == 1
-        if isinstance(error, DeadlineError) or impatient:
+        if isinstance(error, DeadlineError):
             self._noticed(entry)
-        if isinstance(error, DeadlineError) and entry in entry.room.decode:
-            self._learned(entry)
+            if entry in entry.room.decode:
+                self._learned(entry)
         if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
             return
         if isinstance(error, IncompatiblePeerError) and entry.room.plan.source == world.scenario.refused:
@@ -234,8 +232,7 @@ class Checks:
         if died is None or peer.followed or not self._met(entry):
             return
         took = world.now - max(died, entry.opened, world.network.stale_at.get(entry.node.address, 0.0))
-        silence_s = entry.room.plan.silence_s or world.scenario.options.silence_s
-        if took > silence_s + 2 * SLACK_S + entry.node.stood_still:
+        if took > world.scenario.options.silence_s + 2 * SLACK_S + entry.node.stood_still:
             self._fail(
                 "I4",
                 f"{entry.room.name(entry)}: did not notice in {took:.3f} s that its peer is gone",

@@ -91,7 +91,6 @@ def _rooms(opens: Junk, *more: object) -> dict[str, Callable[[], object]]:
         calls[f"open({room!r})"] = partial(opens, room, *more)
     for seconds in ("1", nan, -1.0, 0, True):
         calls[f"open(total_s={seconds!r})"] = partial(opens, b"junk", *more, total_s=seconds)
-        calls[f"open(silence_s={seconds!r})"] = partial(opens, b"junk", *more, silence_s=seconds)
     return calls
 
 

@@ -23,7 +23,7 @@ def last_requests(world: Cluster) -> list[Request]:
     plain = evolve(
         scenario.requests[0], rows=2, edges=(2,), at=world.now + MEET_S, prefill_late=(0.0, 0.0),
         decode_late=(0.0, 0.0), pass_s=0.0, open_end=False, aux=False, steps=False, abort_decode=None,
-        abort_prefill=None, withdraw=None, late=False, total_s=scenario.options.total_s, silence_s=None, unmet="",
+        abort_prefill=None, withdraw=None, late=False, total_s=scenario.options.total_s, unmet="",
     )  # fmt: skip
     return [
         evolve(plain, request=RoomId(b"again %d" % source), attempt=1, source=source)

@@ -34,7 +34,6 @@ class Request:
         total_s: its deadline.
         attempt: its number; it begins when the one before has ended.
         burst: chunks are handed over at once, whether or not the endpoint has taken any.
-        silence_s: how long its peers may be silent, if not as long as the endpoints allow.
         unmet: the side, ``prefill`` or ``decode``, for which the other waits in vain; empty: none.
         never: that side does not come at all; False: it comes too late.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
@@ -57,7 +56,6 @@ class Request:
     late: bool
     total_s: float
     prompt: Prompt | None = None
-    silence_s: float | None = None
     burst: bool = False
     unmet: str = ""
     never: bool = False

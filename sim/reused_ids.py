@@ -55,7 +55,7 @@ class ReusedIds:
         plan = evolve(
             room.plan, prefill_late=(0.0, 0.0), decode_late=(0.0, 0.0), pass_s=0.0, open_end=False,
             aux=False, steps=False, abort_decode=None, abort_prefill=None, withdraw=None, late=False, burst=False,
-            total_s=rng.choice((0.5, 2.0)), silence_s=None, unmet="",
+            total_s=rng.choice((0.5, 2.0)), unmet="",
         )  # fmt: skip
         self._world.later(rng.choice(PAUSES_S), partial(self._open, plan, room, {e.node.address for e in ranks}))
 

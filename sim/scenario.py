@@ -47,9 +47,6 @@ LATE = 0.4
 CHUNKED = 0.12
 """Share of the worlds in which a request has a chunk for every row, among those whose requests are unlike."""
 
-IMPATIENT_S = 0.6
-"""What some requests allow their peers to be silent: one heartbeat may be late."""
-
 CROWDS, CROWD_S = 0.15, 0.25
 """Share of the suitable worlds in which many small requests begin within a short time, and that time in seconds."""
 
@@ -303,8 +300,6 @@ class Scenario:
                 decode = evolve(decode, pages=decode.pages // rng.choice((4, 8, 8)))
         elif scarce:
             decode = evolve(decode, pages=decode.pages // 3)
-        if not survives(faults):
-            requests = _impatient(seed, requests)
         rings = agrees(seed, decode.world) or random.Random(f"rings {seed}").random() < RINGS
         if rings:
             requests = belled(seed, requests)
@@ -566,12 +561,6 @@ def _unmet(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
     one, late = evolve(requests[number], unmet=side, never=never), (COMES_S, 0.0)
     one = evolve(one, prefill_late=late) if side == "prefill" else evolve(one, decode_late=late)
     return (*requests[:number], one, *requests[number + 1 :])
-
-
-def _impatient(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
-    """Some requests bear less silence than the endpoints do."""
-    rng = random.Random(f"silence {seed}")
-    return tuple(evolve(one, silence_s=IMPATIENT_S if rng.random() < 0.2 else None) for one in requests)
 
 
 def _drawn(

@@ -88,9 +88,7 @@ class Room(SimRoom):
             return
         try:
             assert isinstance(node.endpoint, DecodeEndpoint)
-            entry.handle = node.endpoint.open(
-                self.plan.room, self.source, tag=self.tag, total_s=self.plan.total_s, silence_s=self.plan.silence_s
-            )
+            entry.handle = node.endpoint.open(self.plan.room, self.source, tag=self.tag, total_s=self.plan.total_s)
         except (LocalProtocolError, QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
             return
@@ -153,7 +151,7 @@ class Room(SimRoom):
             return
         try:
             assert isinstance(node.endpoint, PrefillEndpoint)
-            entry.handle = node.endpoint.open(plan.room, tag=self.tag, total_s=plan.total_s, silence_s=plan.silence_s)
+            entry.handle = node.endpoint.open(plan.room, tag=self.tag, total_s=plan.total_s)
         except (LocalProtocolError, QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
             return

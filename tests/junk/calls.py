@@ -204,7 +204,7 @@ def _environment(bench: Bench) -> Ready:
     return Environment, {"clock": bench.rig.clock, **quiet}
 
 
-TIMES = {"silence_s": "seconds or none", "total_s": "seconds or none", "claim_s": "seconds or none"}
+TIMES = {"total_s": "seconds or none", "claim_s": "seconds or none"}
 NO_TIMES = dict.fromkeys(TIMES)
 
 
@@ -498,7 +498,7 @@ plain("Source.__init__", Source, {"instance": "P", "addresses": ()}, instance="n
 plain("Options.__init__", Options, dict.fromkeys((), None),
       **{name: "seconds" if name.endswith("_s") else "count"
          for name in inspect.signature(Options).parameters})  # fmt: skip
-plain("Options.of_room", Options().of_room, {"silence_s": None, "total_s": None, "claim_s": None}, **TIMES)
+plain("Options.of_room", Options().of_room, {"total_s": None, "claim_s": None}, **TIMES)
 plain("StaticRendezvous.__init__", StaticRendezvous, {"addresses": None}, addresses="mapping or none")
 PUBLISH = {"instance": "P", "rank": 0, "world": 1, "address": "a"}
 

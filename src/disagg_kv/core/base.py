@@ -122,25 +122,24 @@ class Options:
                 f"options: retry_most_s, {self.retry_most_s:g}, is below retry_s, {self.retry_s:g}"
             )
 
-    def of_room(self, silence_s: float | None, total_s: float | None, claim_s: float | None) -> Options:
+    def of_room(self, total_s: float | None, claim_s: float | None) -> Options:
         """The same with a room's own times; None: these.
 
         Raises:
-            ConfigurationError: a time that is not positive, or a silence shorter than the pause between heartbeats.
+            ConfigurationError: a time that is not positive.
         """
-        if silence_s is None and total_s is None and claim_s is None:
+        if total_s is None and claim_s is None:
             return self
         return _of_room(
             self,
-            self.silence_s if silence_s is None else arguments.seconds(silence_s, "silence_s"),
             self.total_s if total_s is None else arguments.seconds(total_s, "total_s"),
             self.claim_s if claim_s is None else arguments.seconds(claim_s, "claim_s"),
         )
 
 
 @lru_cache(64)
-def _of_room(options: Options, silence_s: float, total_s: float, claim_s: float) -> Options:
-    return attrs.evolve(options, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
+def _of_room(options: Options, total_s: float, claim_s: float) -> Options:
+    return attrs.evolve(options, total_s=total_s, claim_s=claim_s)
 
 
 def tags_differ(one: bytes, other: bytes) -> bool:

@@ -436,7 +436,6 @@ class Sender(Protocol):
         room: RoomId,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Delivery:
@@ -447,7 +446,6 @@ class Sender(Protocol):
                 once: a retry has another id, see :func:`~disagg_kv.endpoints.attempt_id`.
             tag: at most 256 bytes, such as a digest of the prompt. A decode instance that opens the room with another
                 tag fails with an :class:`~disagg_kv.errors.IntegrityError`, and the room stays open for others.
-            silence_s: seconds without a frame of a peer after which the room fails; None: as in the endpoint's options.
             total_s: seconds after which the room fails; None: as in the endpoint's options.
             claim_s: seconds after ``finish`` after which the room fails if no decode rank has asked for it; None: as in
                 the endpoint's options.
@@ -522,7 +520,6 @@ class Receiver(Protocol):
         source: Source,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Reception:

@@ -314,7 +314,6 @@ class RecoveringReceiver:
         source: Source,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Recovering:
@@ -324,7 +323,6 @@ class RecoveringReceiver:
             room: the id of the request; its first attempt uses it, later ones have ids of :func:`attempt_id`.
             source: the prefill instance of the first attempt.
             tag: of every attempt.
-            silence_s: as for a room.
             claim_s: as for a room.
             total_s: seconds for all attempts together.
 
@@ -338,7 +336,7 @@ class RecoveringReceiver:
         total = self._options.total_s if total_s is None else arguments.seconds(total_s, "total_s")
 
         def begin(room: RoomId, source: Source, left_s: float) -> Reception:
-            return self._inner.open(room, source, tag=tag, silence_s=silence_s, total_s=left_s, claim_s=claim_s)
+            return self._inner.open(room, source, tag=tag, total_s=left_s, claim_s=claim_s)
 
         first = _Current(1, source, begin(room, source, total))
         made = Recovering(room, begin, self._policy, self._clock() + total, self._clock, first)

@@ -35,7 +35,7 @@ def test_aux_data_in_one_frame_are_bounded() -> None:
 
 
 def test_a_room_s_own_times_are_checked_and_zero_is_not_the_default() -> None:
-    own = Options().of_room(2.0, None, None)
-    assert (own.silence_s, own.total_s) == (2.0, 300.0)
+    own = Options().of_room(2.0, None)
+    assert (own.total_s, own.claim_s) == (2.0, 30.0)
     with pytest.raises(ConfigurationError, match="total_s must be more than 0"):
-        Options().of_room(None, 0, None)
+        Options().of_room(0, None)

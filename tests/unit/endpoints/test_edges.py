@@ -32,7 +32,7 @@ from disagg_kv.endpoints import (
 from disagg_kv.endpoints.handle import ChangeQueue, RoomHandle
 from disagg_kv.endpoints.peers.handshake import check_instance
 from disagg_kv.endpoints.peers.process_monitor import ProcessMonitor
-from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, OversizeError, PeerLostError
+from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, OversizeError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
@@ -196,31 +196,6 @@ def test_a_kernel_s_event_that_raises() -> None:
         assert "device lost" in request.errors()
         assert not any(m.observer.counters["errors.unforeseen"] for m in rig.members)
         rig.quiet()
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_room_may_be_less_patient_than_its_endpoint(side: str) -> None:
-    """``silence_s`` of one room ends it while the peer is not lost yet, and the peer is told once it goes on."""
-    rig = Rig(SPEC)
-    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
-    room = RoomId(b"room")
-    receive = decodes[0].endpoint.open(room, Source("P"), silence_s=2.0 if side == "decode" else None)
-    receive.expect(Expectation(None, [decodes[0].take(8)]))
-    send = prefills[0].endpoint.open(room, silence_s=2.0 if side == "prefill" else None)
-    rig.until(lambda: send.phase is Phase.READY, "the expectation")
-    frozen = (decodes if side == "prefill" else prefills)[0]
-    frozen.frozen = True
-    rig.wait(4.0)
-    handle, other = (send, receive) if side == "prefill" else (receive, send)
-    assert handle.phase is Phase.FAILED
-    assert isinstance(handle.error, PeerLostError)
-    assert "silent for 2 s" in str(handle.error)
-    assert len(rig.members[side == "decode"].endpoint.peers()) == 1
-    frozen.frozen = False
-    rig.wait(1.0)
-    assert other.phase is Phase.FAILED
-    assert other.released
-    assert handle.released
 
 
 def test_what_is_kept_for_later_expires() -> None:

@@ -443,8 +443,8 @@ def test_silence_ends_rooms(side: str, when: str) -> None:
 
 
 def test_a_rooms_own_deadlines() -> None:
-    """``silence_s`` and ``total_s`` of one room override the endpoint's; the error names who is missing."""
-    rig = Rig(SPEC)
+    """``total_s`` of one room overrides the endpoint's; the error names who is missing."""
+    rig = Rig(SPEC, options=Options(silence_s=2.0))
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
     request = rig.request("room", prefills, decodes, 8).open_decode(4.0).expect().open_prefill(4.0).send(8)
     request.sends[1].finish(8)
@@ -453,7 +453,7 @@ def test_a_rooms_own_deadlines() -> None:
     assert any(isinstance(e, DeadlineError) for e in errors)
     assert "within 4 s" in request.errors()
     assert "ranks [0] are not done" in request.errors() or "is moving" in request.errors()
-    lonely = decodes[0].endpoint.open(RoomId(b"lonely"), Source("nobody"), silence_s=2.0)
+    lonely = decodes[0].endpoint.open(RoomId(b"lonely"), Source("nobody"))
     rig.until(lambda: lonely.released, "the silence", 600)
     assert "'nobody' was not found in 2 s" in str(lonely.error)
     late = prefills[0].endpoint.open(RoomId(b"late"), total_s=3.0)

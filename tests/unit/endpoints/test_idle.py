@@ -20,12 +20,11 @@ def waiting(rooms: int, case: str) -> Rig:
     few = Memory(pages=2 * rooms)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1), memory=few), rig.decode(tp_shards(SPEC, 1), memory=few)
     rig.request("first", prefills, decodes, 2).start().landed()
-    silence_s = 29.0 if case == "silence" else None
     for i in range(rooms):
         request = rig.request(f"{i}", prefills, decodes, 2, of="nowhere" if case == "instance" else "P")
-        if case in ("rows", "silence"):
-            request.sends = [m.endpoint.open(request.room, silence_s=silence_s) for m in prefills]
-        request.receives = [m.endpoint.open(request.room, request.source, silence_s=silence_s) for m in decodes]
+        if case == "rows":
+            request.sends = [m.endpoint.open(request.room) for m in prefills]
+        request.receives = [m.endpoint.open(request.room, request.source) for m in decodes]
         if case != "pages":
             request.expect(2)
     for _ in range(20):
@@ -51,7 +50,7 @@ def quiet(rig: Rig) -> int:
     return calls(act).total()
 
 
-@pytest.mark.parametrize("case", ["rows", "silence", "parked", "pages", "instance"])
+@pytest.mark.parametrize("case", ["rows", "parked", "pages", "instance"])
 def test_an_endpoint_does_nothing_for_rooms_that_wait(case: str) -> None:
     """The calls of a quiet second are the same for a few rooms and for many."""
     rigs = [waiting(rooms, case) for rooms in (10, 300)]

@@ -342,8 +342,8 @@ def test_zero_is_not_the_default() -> None:
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1), name="Q"), rig.decode(tp_shards(SPEC, 1))
     with pytest.raises(ConfigurationError, match="total_s must be more than 0"):
         prefills[0].endpoint.open(RoomId(b"r"), total_s=0)
-    with pytest.raises(ConfigurationError, match="silence_s must be more than 0"):
-        decodes[0].endpoint.open(RoomId(b"r"), Source("Q"), silence_s=0)
+    with pytest.raises(ConfigurationError, match="claim_s must be more than 0"):
+        decodes[0].endpoint.open(RoomId(b"r"), Source("Q"), claim_s=0)
 
 
 def test_arguments_are_checked_before_anything_happens() -> None:

@@ -53,11 +53,10 @@ class Broken:
         source: Source,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Reception:
-        made = self.inner.open(room, source, tag=tag, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
+        made = self.inner.open(room, source, tag=tag, total_s=total_s, claim_s=claim_s)
         self.rooms[id(made)] = wrapped = cast("Reception", Room(made, self))
         return wrapped
 
@@ -153,7 +152,6 @@ class Patient(Broken):
         source: Source,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Reception:
@@ -182,12 +180,11 @@ class Lax(Broken):
         source: Source,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Reception:
         try:
-            return super().open(room, source, tag=tag, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
+            return super().open(room, source, tag=tag, total_s=total_s, claim_s=claim_s)
         except LocalProtocolError:
             return next(iter(self.rooms.values()))
 

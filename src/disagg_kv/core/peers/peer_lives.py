@@ -92,11 +92,6 @@ class PeerLives:
     def _answers(self, peer: KnownPeer, now: float) -> bool:
         return now - peer.heard <= self._options.missed * self._options.heartbeat_s
 
-    def silent_for(self, epoch: Epoch, now: float) -> float:
-        """Seconds for which a peer in use is silent, until now, or :meth:`caught_up` if earlier; unknown: infinite."""
-        peer = self._peers.get(epoch)
-        return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.heard)
-
     def _stale(self, hello: Hello) -> bool:
         """Whether a younger life has the address: an older one takes it only if the process of that life has ended."""
         epoch = self._at.get(hello.address)

@@ -186,9 +186,9 @@ class Discovery:
         why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
         name = room.source.instance
         if instance is not None and instance.mapping:
-            late = f"the pools of prefill instance {name!r} were not mapped in {room.silence_s:g} s"
+            late = f"the pools of prefill instance {name!r} were not mapped in {self._loop.options.silence_s:g} s"
             return PeerLostError(late, instance=name)
-        reason = f"prefill instance {name!r} was not found in {room.silence_s:g} s{why}"
+        reason = f"prefill instance {name!r} was not found in {self._loop.options.silence_s:g} s{why}"
         return PeerLostError(reason, instance=name)
 
     def _find(self, source: Source, instance: PrefillInstance) -> list[Outcome]:

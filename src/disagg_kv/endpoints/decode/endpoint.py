@@ -152,7 +152,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         source: Source,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> ReceptionHandle:
@@ -160,7 +159,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         room = RoomId(arguments.room_id(room))
         tag = arguments.octets(tag, f"{room_name(room)}: tag")
         arguments.one(source, "source", Source)
-        own = self._options.of_room(silence_s, total_s, claim_s)
+        own = self._options.of_room(total_s, claim_s)
         with self._admission.enter(room_name(room)):
             if self._side.quarantined > ALL_QUARANTINE * self._ring_bytes:
                 raise QuarantineFullError(

@@ -33,7 +33,6 @@ class DecodeRoom:
     machine: ReceiveRoom
     handle: ReceptionHandle
     source: Source
-    silence_s: float
     opened: float
     plans: InstancePlans | None = None
     remotes: tuple[RemoteEndpoint, ...] = ()
@@ -64,12 +63,12 @@ class DecodeRoom:
             self.ready = None
         return True
 
-    def next_at(self) -> float | None:
-        """When something is due: a deadline, a repeat, or the end of the search for its prefill ranks."""
+    def next_at(self, search_s: float) -> float | None:
+        """When something is due: a deadline, a repeat, or the end of a search of ``search_s`` for its prefill ranks."""
         due, machine = self.machine.next_at(), self.machine
         if machine.writers or machine.state is Receiving.CLOSED:
             return due
-        unfound = self.opened + self.silence_s
+        unfound = self.opened + search_s
         return unfound if due is None else min(due, unfound)
 
     @property

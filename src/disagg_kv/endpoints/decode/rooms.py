@@ -57,7 +57,7 @@ from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
 from ..peers.peer_registry import HeldMemory
-from ..peers.silence import Silences
+from ..peers.used_peers import UsedPeers
 from ..spans import room_span
 from .ballots import Ballots, OwnWords
 from .bells import BellWatch
@@ -122,7 +122,7 @@ class DecodeSide:
         self._cancelled = CancelledBeforeOpen(loop)
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
-        self._silences = Silences(loop.peers, loop.options.silence_s)
+        self._used = UsedPeers(loop.peers)
         self.bells = RoomBells(board, Ballots(loop, words), loop.me.life.process.host, pool)
         self._lively_at = 0.0
         self._suspended: dict[Epoch, None] = {}
@@ -144,7 +144,7 @@ class DecodeSide:
         """Begin a room with its own times: find its prefill ranks."""
         now = self._loop.now
         machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag, source.instance)
-        room = DecodeRoom(key, machine, handle, source, own.silence_s, now)
+        room = DecodeRoom(key, machine, handle, source, now)
         handle.report.opened = now
         self._rooms[key] = room
         self._loop.vote(key, None, "")
@@ -211,7 +211,7 @@ class DecodeSide:
         room.plans = self._plans_of(remotes)
         pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
         for epoch in writers:
-            self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
+            self._used.use(epoch, room.key, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
         barred = self._sources.barred(room)
         self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred, self._is_uncut(room)))
@@ -510,11 +510,11 @@ class DecodeSide:
         if self._rooms.get(room.key) is not room:
             return
         if machine.state is not Receiving.CLOSED or room.checking is not None:
-            self._timers.by(room.key, room.next_at())
+            self._timers.by(room.key, room.next_at(self._loop.options.silence_s))
         else:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
-            self._silences.forget(room.key)
+            self._used.forget(room.key)
             self.bells.ended(room)
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
@@ -535,7 +535,7 @@ class DecodeSide:
     # Time.
 
     def tick(self) -> None:
-        """Deadlines, repeats, silence, and look-ups of prefill instances."""
+        """Deadlines, repeats, and look-ups of prefill instances."""
         now, peers = self._loop.now, self._loop.peers
         self._take_found(self._discovery.tick())
         for key in self._timers.due(now):
@@ -544,10 +544,6 @@ class DecodeSide:
                 self._handle(room, Tick())
                 self._check_found(room, now)
         self._say(self._cancelled.tick(now))
-        for key, lost in self._silences.due(now):
-            room = self._rooms.get(key)
-            if room is not None and room.machine.error is None:
-                self._handle(room, lost)
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in dict.fromkeys((*self._queue.active, *self._suspended)):
@@ -560,7 +556,7 @@ class DecodeSide:
             self._grant()
 
     def _check_found(self, room: DecodeRoom, now: float) -> None:
-        if room.machine.writers or now < room.opened + room.silence_s:
+        if room.machine.writers or now < room.opened + self._loop.options.silence_s:
             return
         self._handle(room, Lost(Epoch(b""), self._discovery.not_found(room)))
 
@@ -571,7 +567,7 @@ class DecodeSide:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = [self._timers.next_at(), self._silences.next_at(), self._scatters.ready_at, self._cancelled.next_at()]
+        times = [self._timers.next_at(), self._scatters.ready_at, self._cancelled.next_at()]
         times += [self._discovery.next_at(), self._pulls.ready_at]
         if self._queue.waiting:
             times.append(self._lively_at)

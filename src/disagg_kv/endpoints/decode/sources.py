@@ -42,7 +42,7 @@ class PullSources:
 
         False: the room waits, and the side's ``on_mapped`` says when to ask again.
         """
-        left_s = room.opened + room.silence_s - self._loop.now
+        left_s = room.opened + self._loop.options.silence_s - self._loop.now
         most_s = min(READY_S, max(0.0, left_s / 2)) if self._others else READY_S
         known = [self._loop.connections.map(remote.epoch, most_s) for remote in self._read(room, remotes)]
         return all(known)

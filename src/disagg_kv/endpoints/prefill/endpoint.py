@@ -140,14 +140,13 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         room: RoomId,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
         room = RoomId(arguments.room_id(room))
         tag = arguments.octets(tag, f"{room_name(room)}: tag")
-        own = self._options.of_room(silence_s, total_s, claim_s)
+        own = self._options.of_room(total_s, claim_s)
         with self._admission.enter(room_name(room)):
             stuck = self._side.quarantined_slots
             if 2 * stuck > self._slots:

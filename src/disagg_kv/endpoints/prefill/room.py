@@ -25,7 +25,6 @@ class PrefillRoom:
     key: RoomKey
     machine: SendRoom
     handle: DeliveryHandle
-    silence_s: float
     opened: float
     tag: bytes
     routes: dict[Epoch, Route] = field(factory=dict)

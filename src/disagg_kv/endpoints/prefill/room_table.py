@@ -14,7 +14,7 @@ from ...ids import Epoch, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
 from ..handle import ChangeQueue, HostEvent
 from ..loop.event_loop import EventLoop
-from ..peers.silence import Silences
+from ..peers.used_peers import UsedPeers
 from ..spans import room_span
 from .answers import EarlyAnswers
 from .early import EarlyArrivals
@@ -56,7 +56,7 @@ class PrefillRooms:
         self._failed: set[RoomKey] = set()
         self._passes = PassTimes(loop, throughput)
         self._timers: Timers[RoomKey] = Timers()
-        self._silences = Silences(loop.peers, loop.options.silence_s)
+        self._used = UsedPeers(loop.peers)
 
     @property
     def open_rooms(self) -> int:
@@ -245,7 +245,7 @@ class PrefillRooms:
         self._throughput.room_ended(room.key)
         del self._rooms[room.key]
         self._timers.schedule(room.key, None)
-        self._silences.forget(room.key)
+        self._used.forget(room.key)
         self._failed.discard(room.key)
         if self._newest.get(name) is room:
             del self._newest[name]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from math import inf
 
-from ...core import Cancel, Decided, Gone, Lost, Options, RoomFrame, RoomKey, RoomOutcome, Send, SendRoom
+from ...core import Decided, Gone, Lost, Options, RoomFrame, RoomKey, RoomOutcome, Send, SendRoom
 from ...core.base import tags_differ
 from ...core.room.flow import room_head
 from ...core.room.machine import ours
-from ...core.room.tables import Sending
 from ...core.verdict.agreement import USED_TWICE
 from ...core.wire.frames import Abort, Drained, Expect, Expected, TablePart
 from ...core.wire.page_runs import check_tables, whole
@@ -58,7 +57,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         now = self._loop.now
         who = self._loop.peer_registry.who
         machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless, who)
-        room = PrefillRoom(key, machine, handle, own.silence_s, now, tag)
+        room = PrefillRoom(key, machine, handle, now, tag)
         handle.report.opened = now
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
@@ -161,7 +160,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         """From now on a decode rank's frames about a room are the room's."""
         epoch = Epoch(frame.src)
         self._flows[room.key.room, epoch, frame.generation] = room
-        self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
+        self._used.use(epoch, room.key, self._loop.now)
         return Generation(frame.generation)
 
     def _on_abort(self, frame: Abort) -> None:
@@ -175,7 +174,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
             other |= room is not None and bool(room.machine.flows) and loop.peers.refused(epoch) is not None
             if room is not None and not other and not room.machine.released and epoch not in room.machine.flows:
                 self._flows[(name, epoch, generation)] = room
-                self._silences.watch(epoch, room.key, room.silence_s, loop.now)
+                self._used.use(epoch, room.key, loop.now)
                 self._apply(room, room.machine.decline(epoch, generation, frame, loop.now))
                 if epoch not in loop.remotes:
                     # Lost already, or it could not be connected: it acknowledges nothing.
@@ -324,24 +323,18 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
     # Time.
 
     def tick(self) -> None:
-        """Deadlines, repeats, silence, and what was parked for too long: of rooms for which something is due."""
+        """Deadlines, repeats, and what was parked for too long: of rooms for which something is due."""
         now = self._loop.now
         self._advance(self.transfers.look_at_failed)
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
-        for key, lost in self._silences.due(now):
-            room = self._rooms.get(key)
-            flow = None if room is None else room.machine.flows.get(lost.peer)
-            if room is not None and flow is not None and flow.state is not Sending.COMPLETE:
-                # Other rooms may go on with this peer: it receives a frame, unlike one that is lost.
-                self._apply(room, room.machine.handle(lost.peer, Cancel(lost.error), now))
         self._early.expire(now)
         self._ended_early.expire(now)
         self.quarantined_slots = self.transfers.writes.slots_of(self._failed) if self._failed else 0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = (self._timers.next_at(), self._silences.next_at(), self._early.next_at(), self._ended_early.next_at())
+        times = (self._timers.next_at(), self._early.next_at(), self._ended_early.next_at())
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
