@@ -40,7 +40,8 @@ class Emulation:
         wire_bytes_per_s: between the two instances, over all ranks.
         round_trip_s: round trip of control frames.
         scatter_bytes_per_s: speed of one decode rank; decoding pauses in that time.
-        pace_bytes_per_s, arrivals_per_step: the decode endpoint's options; its engine polls once per step.
+        pace_bytes_per_s: the decode endpoint's option.
+        arrivals_per_step: most requests that the engine lets join one step.
         slot_bytes, lease_bytes: limits of a segment.
     """
 

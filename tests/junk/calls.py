@@ -184,10 +184,10 @@ def _prefill(bench: Bench) -> Ready:
 
 
 @covers("DecodeEndpoint.__init__", **ENDPOINT, ring_bytes="count or none", allocator="function",
-        scatter_bytes_per_s="number or none", arrivals_per_poll="count or none")  # fmt: skip
+        scatter_bytes_per_s="number or none")  # fmt: skip
 def _decode(bench: Bench) -> Ready:
     more = {"ring_bytes": 4096, "allocator": RingStagingAllocator}
-    more |= {"scatter_bytes_per_s": None, "arrivals_per_poll": None}
+    more |= {"scatter_bytes_per_s": None}
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
 
 

@@ -102,7 +102,6 @@ class DecodeOptions(TypedDict, total=False):
     ring_bytes: int
     allocator: Callable[[int], StagingAllocator]
     scatter_bytes_per_s: float | None
-    arrivals_per_poll: int | None
     kernels: Kernels
     options: Options
 

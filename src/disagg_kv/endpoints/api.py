@@ -532,8 +532,7 @@ class Receiver(Protocol):
     def poll(self) -> Sequence[Reception]:
         """Return the rooms whose ``phase`` or ``released`` changed since the last call; see :meth:`Sender.poll`.
 
-        An engine polls once per step. The endpoint may keep some rooms that are done for the next call, so that few
-        requests join one step. It never keeps back rooms that failed.
+        An engine polls once per step.
         """
         ...
 

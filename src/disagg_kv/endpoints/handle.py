@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -117,12 +116,11 @@ class ChangeQueue(Generic[H]):
 
     def __init__(self) -> None:
         self._changed: deque[H] = deque()
-        self._later: deque[H] = deque()  # the engine's thread alone; all of them have ended well
         self._reported: Sequence[H] = ()  # by the last ``take``: each shows the state of that moment
         self._readiness: Readiness | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._changed or self._later)
+        return bool(self._changed)
 
     def add(self, handle: H) -> None:
         """Endpoint's thread: after the handle has its new state."""
@@ -156,12 +154,12 @@ class ChangeQueue(Generic[H]):
         for handle in self._reported:
             handle.show_live()
 
-    def take(self, done: int | None = None) -> Sequence[H]:
-        """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
+    def take(self) -> Sequence[H]:
+        """Engine's thread: all of them.
 
         A state that was reported before is skipped. Such a state comes from a handle that changes after its entry is
         taken and before its state is read: the endpoint's thread adds a second entry for a state that the first one
-        showed. A handle that waited here may change again before its second entry is read: it is taken once.
+        showed.
 
         Until the next call, a handle shows the state with which it was taken. Else an engine would see a release that
         follows at once, and see it again in the next call.
@@ -169,31 +167,18 @@ class ChangeQueue(Generic[H]):
         if self._readiness is not None:
             self._readiness.clear()
         self.show_live()
-        left = inf if done is None else done
-        taken: dict[H, Phase] = {}
-        for entries in (self._later, self._changed):
-            for _ in range(len(entries)):
-                if entries is self._later and not left:
-                    break
-                try:
-                    handle = entries.popleft()
-                except IndexError:
-                    break  # a signal handler that polls has taken the rest
-                if entries is self._changed:
-                    handle.listed = False
-                state = handle.state
-                if not handle.news(state):
-                    continue
-                if state[0] is Phase.DONE and taken.get(handle) is not Phase.DONE:
-                    if not left:
-                        self._later.append(handle)
-                        continue
-                    left -= 1
+        taken: dict[H, None] = {}
+        for _ in range(len(self._changed)):
+            try:
+                handle = self._changed.popleft()
+            except IndexError:
+                break  # a signal handler that polls has taken the rest
+            handle.listed = False
+            state = handle.state
+            if handle.news(state):
                 handle.tell(state)
-                taken[handle] = state[0]
+                taken[handle] = None
         self._reported = tuple(taken)
-        if self._later:
-            self.wake_engine()
         return list(taken)
 
 

@@ -23,16 +23,12 @@ from disagg_kv.endpoints import (
     DecodeEndpoint,
     Environment,
     Expectation,
-    Fail,
     Incarnation,
     PrefillEndpoint,
-    Receiver,
-    RecoveringReceiver,
 )
-from disagg_kv.endpoints.handle import ChangeQueue, RoomHandle
 from disagg_kv.endpoints.peers.handshake import check_instance
 from disagg_kv.endpoints.peers.process_monitor import ProcessMonitor
-from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, OversizeError
+from disagg_kv.errors import ConfigurationError, GeometryError, OversizeError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
@@ -352,41 +348,6 @@ def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], want
     else:
         assert (send.phase, receive.phase) == (Phase.DONE, Phase.DONE)
         assert pools[1].read_aux(0) == (aux if wanted else b"").ljust(sizes[1], b"\0")
-
-
-def test_few_arrivals_are_told_of_at_once_and_every_failure() -> None:
-    """What ended well comes a few at a time, in order, each once; what failed is never kept back."""
-    changes: ChangeQueue[RoomHandle] = ChangeQueue()
-    handles = [RoomHandle(RoomId(b"%d" % i)) for i in range(6)]
-    for handle in handles:
-        failed = handle is handles[5]
-        handle.publish(Phase.FAILED if failed else Phase.DONE, True, AbortedError("no") if failed else None, 1.0)
-        changes.add(handle)
-        changes.add(handle)
-    assert changes.take(2) == [handles[0], handles[1], handles[5]]
-    assert changes.take(2) == [handles[2], handles[3]]
-    assert changes.take() == [handles[4]]
-    assert changes.take(1) == []
-
-
-@pytest.mark.parametrize("recovering", [False, True])
-def test_an_endpoint_tells_of_as_many_arrivals_as_it_was_told(recovering: bool) -> None:
-    """The knob, also where rooms may be sent again; and a number that cannot be."""
-    spec = CacheSpec.kv(2, 2, 8, "float16")
-    rig = Rig(spec)
-    prefills = rig.prefill(tp_shards(spec, 1))
-    decodes = rig.decode(tp_shards(spec, 1), arrivals_per_poll=2)
-    inner = decodes[0].endpoint
-    receiver: Receiver = RecoveringReceiver(inner, Fail()) if recovering else inner
-    opened = [receiver.open(RoomId(b"%d" % i), Source("P")) for i in range(5)]
-    sends = [prefills[0].endpoint.open(RoomId(b"%d" % i)) for i in range(5)]
-    for receive, send in zip(opened, sends, strict=True):
-        receive.expect(Expectation(0, []))
-        send.finish(0)
-    rig.until(lambda: all(one.released for one in opened), "all rooms")
-    assert [len(receiver.poll()) for _ in range(4)] == [2, 2, 1, 0]
-    with pytest.raises(ConfigurationError, match="arrivals_per_poll must be at least 1, not 0"):
-        rig.decode(tp_shards(spec, 1), "E", arrivals_per_poll=0)
 
 
 @pytest.mark.parametrize(("path", "ends"), [("auto", Phase.DONE), ("slice", Phase.FAILED)])

@@ -37,11 +37,11 @@ def eventfds() -> list[str]:
     return [target for target in found if "eventfd" in target]
 
 
-def pair(rig: Rig, arrivals: int | None = None) -> tuple[PrefillEndpoint, DecodeEndpoint]:
+def pair(rig: Rig) -> tuple[PrefillEndpoint, DecodeEndpoint]:
     """One prefill rank and one decode rank."""
     (prefill,), (decode,) = (
         rig.prefill(tp_shards(SPEC, 1)),
-        rig.decode(tp_shards(SPEC, 1), arrivals_per_poll=arrivals),
+        rig.decode(tp_shards(SPEC, 1)),
     )
     return prefill.endpoint, decode.endpoint
 
@@ -76,21 +76,6 @@ def test_a_descriptor_that_is_asked_for_late_knows_of_earlier_changes_and_is_alw
     assert receiver.fileno() == receiver.fileno()
     assert len(receiver.poll()) == 1
     assert not readable(receiver)
-    rig.close()
-
-
-def test_rooms_that_wait_for_the_next_poll_keep_it_readable() -> None:
-    rig = Rig(SPEC)
-    sender, receiver = pair(rig, arrivals=1)
-    for name in (b"a", b"b", b"c"):
-        ask(sender, receiver, name)
-    rig.wait(2.0)
-    polls = 0
-    while readable(receiver):
-        assert len(receiver.poll()) == 1
-        polls += 1
-    assert polls == 3
-    assert receiver.poll() == []
     rig.close()
 
 

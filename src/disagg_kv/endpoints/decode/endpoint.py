@@ -36,7 +36,7 @@ from .handle import ReceptionHandle
 from .inspection import DecodeInspection
 from .pulls import warm_pulls
 from .quarantine import ALL_QUARANTINE
-from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
+from .rate_limit import SCATTER_BYTES_PER_S, RateLimiter
 from .rooms import DecodeSide
 
 
@@ -68,8 +68,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             ``kept`` in its expectation. With ``"sampled"``, about one in 16 rooms that have ``kept`` is compared.
         scatter_bytes_per_s: most bytes per second that are scattered into pages, so that scatters do not delay the
             engine's decode steps; None: no limit.
-        arrivals_per_poll: most rooms that ended well that one ``poll`` returns, so that few requests join one decode
-            step; None: no limit.
         options: times and bounds.
         kernels: scatter and checksum kernels; None: the fastest for the pool's device. They are compiled now.
         observer: receives spans and counters.
@@ -98,7 +96,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         allocator: Callable[[int], StagingAllocator] = RingStagingAllocator,
         verify: Verify = "off",
         scatter_bytes_per_s: float | None = SCATTER_BYTES_PER_S,
-        arrivals_per_poll: int | None = ARRIVALS_PER_POLL,
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
@@ -110,8 +107,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         with parts:
             check_verify(verify)
             self._verify: Verify = verify
-            if arrivals_per_poll is not None:
-                arrivals_per_poll = arguments.count(arrivals_per_poll, "arrivals_per_poll", least=1)
             chosen = named(strategy)
             self._selection = chosen.selection
             carrier = parts.transport
@@ -143,7 +138,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
                 return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board, words)
 
-            super().__init__(parts, me, side, arrivals_per_poll)
+            super().__init__(parts, me, side)
         self._commands = PostedCommands(self.driver, self._side)
 
     def open(

@@ -8,9 +8,6 @@ SCATTER_BYTES_PER_S = 100e9
 """The default: 5 % of the time of an H200 that scatters 2.09e12 bytes a second, which is more than a 400 Gbit/s wire
 brings (benchmarks/results/h200_kernels.json counts reads and writes)."""
 
-ARRIVALS_PER_POLL = 8
-"""The default: see docs/benchmarks.md, where one, this many, and any number of arrivals per step are measured."""
-
 BURST_S = 0.02
 """Seconds of the pace that may be used at once after a pause: what arrives within one step of decoding. A request of 1
 or 2 GiB then comes as fast as NVLink brings it. It costs the step in which it comes 1 ms of an H200's scatter rate."""

@@ -35,7 +35,6 @@ class Endpoint(ABC, Generic[H, S]):
         parts: the arguments of the constructor, checked.
         me: how the endpoint introduces itself.
         side: creates the side, prefill or decode, from the loop and the queue that takes changed handles.
-        arrivals: most rooms that ended well that one :meth:`poll` returns; None: no limit.
     """
 
     def __init__(
@@ -43,11 +42,9 @@ class Endpoint(ABC, Generic[H, S]):
         parts: Parts,
         me: EndpointInfo,
         side: Callable[[EventLoop, ChangeQueue[H]], S],
-        arrivals: int | None = None,
     ) -> None:
         self._pool = parts.pool
         self._options = parts.options
-        self._arrivals = arrivals
         self._generations = count(1)
         self._ids: UsedIds[H] = UsedIds(parts.options.tombstones)
         self._changes: ChangeQueue[H] = ChangeQueue()
@@ -83,7 +80,7 @@ class Endpoint(ABC, Generic[H, S]):
         self.driver.drive()
         if self.driver.broken is not None:
             raise self.driver.broken
-        return self._changes.take(self._arrivals)
+        return self._changes.take()
 
     def wait(self, timeout_s: float) -> bool:
         """See :meth:`~disagg_kv.endpoints.api.SupportsWait.wait`."""
