@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
@@ -19,7 +20,6 @@ from disagg_kv.channels import UnixChannel
 from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.handle import RoomHandle
-from disagg_kv.endpoints.loop.driver import sleep_exactly
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import PageTable
@@ -419,6 +419,10 @@ class Served(Protocol):
         ...
 
 
+TIMER_SLACK = 29
+"""See prctl(2): Linux wakes a thread up to 50 us late to save power, as long as a pause of ours."""
+
+
 def serve(pipe: Connection, setup: Setup) -> None:
     """Be a rank until the pipe is closed."""
     attend(pipe, setup.device, lambda: PrefillRank(setup) if setup.role == "prefill" else DecodeRank(setup))
@@ -431,7 +435,7 @@ def attend(pipe: Connection, device: str, make: Callable[[], Served]) -> None:
         torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(device)
-        sleep_exactly()
+        ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
     with suppress(EOFError, ConnectionError):
         try:
             rank = make()

@@ -76,8 +76,6 @@ from disagg_kv.transports import SupportsAllocate, between_processes
 AS_IT_IS, AGAIN = "as it is", "as it is, again"
 KNOBS = ("growing pauses", "short pauses", "pause of a pass")
 """On every wire, and with every channel."""
-WINDOW = "busy-poll window"
-"""On a fast wire."""
 
 ROOT = Path(__file__).parents[1]
 KV = GroupId("kv")
@@ -111,9 +109,8 @@ class Case:
     @property
     def variants(self) -> Mapping[str, frozenset[str]]:
         """By name: which knobs are off."""
-        knobs = [*KNOBS, *[WINDOW] * (self.device == "cuda")]
         nothing: frozenset[str] = frozenset()
-        return {AS_IT_IS: nothing, AGAIN: nothing, **{knob: frozenset({knob}) for knob in knobs}}
+        return {AS_IT_IS: nothing, AGAIN: nothing, **{knob: frozenset({knob}) for knob in KNOBS}}
 
 
 class Without(IdlePolicy):
@@ -122,18 +119,16 @@ class Without(IdlePolicy):
     def __init__(self, off: frozenset[str], *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._off = off
-        if WINDOW in off:
-            self.linger_s = 0.0
         if "growing pauses" in off:
             self._longest = SHORTEST_PAUSE_S
 
-    def rest(self, now: float, timeout_s: float, *, busy: bool, commanded: bool, rooms: bool, in_pass_s: float) -> Rest:
+    def rest(self, now: float, timeout_s: float, *, busy: bool, in_pass_s: float) -> Rest:
         """See the policy."""
         if "pause of a pass" in self._off:
             in_pass_s = 0.0
         if "short pauses" in self._off:
             self._polls_since = -inf
-        return super().rest(now, timeout_s, busy=busy, commanded=commanded, rooms=rooms, in_pass_s=in_pass_s)
+        return super().rest(now, timeout_s, busy=busy, in_pass_s=in_pass_s)
 
 
 @contextmanager

@@ -65,8 +65,6 @@ class Options:
         table_part: bytes of page tables in one frame; longer tables cross in several. Where decode pulls, it bounds the
             rows of a segment: equal on all ranks of a prefill instance.
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
-        linger_s: on wires of 50 GB/s and more an endpoint with open rooms polls every 50 us for this time after an
-            event, before it sleeps. A longer time gives faster answers for more of a core.
         bells: blocks of slots on a decode rank's board of bells: as many pairs of a room and a prefill rank on its host
             announce segments by bells at a time. 0: frames alone announce them.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
@@ -93,7 +91,6 @@ class Options:
     parked_pages: int = 1 << 24
     table_part: int = MAX_TABLE
     request_pages: int = 1 << 22
-    linger_s: float = 0.002
     bells: int = 512
     peers: int = 16_384
     link_bytes: int = 128 << 20

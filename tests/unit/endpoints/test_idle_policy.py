@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg_kv.core import Options
 from disagg_kv.endpoints.loop.idle import FAST_BYTES_PER_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.transports import Capabilities
 
@@ -15,12 +14,12 @@ SLOW, FAST = Capabilities(bytes_per_s=8e9), Capabilities(bytes_per_s=FAST_BYTES_
 
 def rest(policy: IdlePolicy, at: float = 0.0, *, busy: bool, in_pass_s: float = 0.0) -> Rest:
     """How an endpoint with open rooms waits after a step."""
-    return policy.rest(at, 1.0, busy=busy, commanded=False, rooms=True, in_pass_s=in_pass_s)
+    return policy.rest(at, 1.0, busy=busy, in_pass_s=in_pass_s)
 
 
 def pauses(caps: Capabilities, at: Sequence[float]) -> list[float]:
     """Of steps of an endpoint that waits for a write; then of one that does not, and of one that does again."""
-    policy = IdlePolicy(caps, Options(), 0.0)
+    policy = IdlePolicy(caps)
     more = [rest(policy, at[-1] + n, busy=busy).pause_s for n, busy in ((1, False), (2, True))]
     return [*[rest(policy, one, busy=True).pause_s for one in at], *more]
 
@@ -35,13 +34,5 @@ def test_on_a_slow_wire_pauses_are_a_share_of_the_time_that_has_passed() -> None
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_during_a_pass_it_blocks(busy: bool) -> None:
-    policy = IdlePolicy(SLOW, Options(), 0.0)
+    policy = IdlePolicy(SLOW)
     assert rest(policy, busy=busy, in_pass_s=0.01) == Rest(0.01 if busy else 1.0, 0.0)
-
-
-def test_on_a_fast_wire_it_polls_for_a_while_after_a_message() -> None:
-    policy = IdlePolicy(FAST, Options(linger_s=0.002), 0.0)
-    policy.on_message(1.0)
-    assert rest(policy, 1.001, busy=False) == Rest(0.0, SHORTEST_PAUSE_S)
-    assert rest(policy, 1.001, busy=False, in_pass_s=0.01) == Rest(1.0, 0.0)
-    assert rest(policy, 1.002, busy=False) == Rest(1.0, 0.0)

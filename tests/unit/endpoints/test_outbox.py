@@ -113,7 +113,7 @@ def test_what_is_said_to_an_address_leaves_together(rig: Rig, channel: Noting) -
 
 
 def world(
-    kind: type[Noting], transport: type[InprocTransport], linger_s: float, strategy: str = "staged"
+    kind: type[Noting], transport: type[InprocTransport], strategy: str = "staged"
 ) -> tuple[Rig, list[Noting], Request]:
     """One rank to one rank, a room of two segments that are granted; rows are final when the test says so."""
     channels: list[Noting] = []
@@ -122,7 +122,7 @@ def world(
         channels.append(kind(inner))
         return channels[-1]
 
-    rig = Rig(SPEC, options=Options(linger_s=linger_s, bells=0))
+    rig = Rig(SPEC, options=Options(bells=0))
     memory = Memory(transport=transport, page_size=8, channel=noting)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=strategy, slot_bytes=8 * ROW_BYTES, slots=64)
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy=strategy, kernels=PreparingKernels())
@@ -149,7 +149,7 @@ def landed_in(channel: Noting) -> list[int]:
 
 def test_what_landed_in_a_step_is_acknowledged_in_one_frame() -> None:
     """The notices of both segments come together; the frame leaves in the same step, and prefill takes all of it."""
-    rig, (_, decode), request = world(Noting, Fast, 60.0)
+    rig, (_, decode), request = world(Noting, Fast)
     event = Flag()
     request.send(16, ready=event)
     rig.wait(0.1)
@@ -164,7 +164,7 @@ def test_what_landed_in_a_step_is_acknowledged_in_one_frame() -> None:
 
 def test_complete_acknowledges_what_landed_in_its_step() -> None:
     """Nothing has to be scattered: the last notice brings all, and decode decides at once."""
-    rig, (_, decode), request = world(Noting, Fast, 60.0, "direct")
+    rig, (_, decode), request = world(Noting, Fast, "direct")
     event = Flag()
     request.send(16, ready=event).finish()
     rig.wait(0.1)
@@ -178,7 +178,7 @@ def test_complete_acknowledges_what_landed_in_its_step() -> None:
 
 def test_what_ended_a_short_wait_is_heard_before_anything_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that have come go before receipts and grants; who sleeps hears when it wakes, in the same turn."""
-    rig, (_, decode), _ = world(Eager, Fast, 60.0)
+    rig, (_, decode), _ = world(Eager, Fast)
     endpoint = rig.decodes[0].endpoint
     work = endpoint.driver.loop.side.work
 
@@ -195,7 +195,7 @@ def test_what_ended_a_short_wait_is_heard_before_anything_else_is_done(monkeypat
 
 def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames come together; the GPU has something to do while the later ones are read."""
-    rig, (prefill, _), request = world(Noting, Fast, 60.0)
+    rig, (prefill, _), request = world(Noting, Fast)
     kernels = rig.decodes[0].endpoint._side._scatters._kernels
     assert isinstance(kernels, PreparingKernels)
     event = Flag()

@@ -23,7 +23,6 @@ that gets the turn later sees that, and wakes it. A message that arrives ends th
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections.abc import Callable
@@ -42,8 +41,6 @@ from .event_loop import EventLoop
 from .failures import Broken
 from .idle import Rest
 from .turn import Claim, Turn
-
-_TIMER_SLACK = 29  # PR_SET_TIMERSLACK, see prctl(2)
 
 STEP_S = 1.0
 """The longest single wait; whatever happens wakes the thread earlier."""
@@ -72,12 +69,6 @@ between two calls, and seconds."""
 
 PATIENCE_S = 2e-4
 """How long an engine's call that carries data tries."""
-
-
-def sleep_exactly() -> None:
-    """Linux wakes a thread up to 50 us late to save power, as long as a pause of ours; this thread wakes in time."""
-    with suppress(OSError, AttributeError):  # no Linux
-        ctypes.CDLL(None).prctl(_TIMER_SLACK, 1)
 
 
 class Driver:
@@ -284,8 +275,6 @@ class Driver:
     def _serve(self) -> None:
         """Until ``close`` is called, or the endpoint breaks."""
         loop, look = self.loop, LOOK_S
-        if loop.idle.linger_s:
-            sleep_exactly()
         while self._asked.empty() and loop.failures.broken is None:
             left = self._engine_until - loop.clock()
             if not loop.makes_copies and (self._lent or (left > 0 and loop.pending)):

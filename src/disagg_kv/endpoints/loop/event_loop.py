@@ -109,8 +109,8 @@ class EventLoop:
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
         self.sleep = sleep
-        self.idle = IdlePolicy(me.transport.caps, options, self.now)
-        self._busy = self._commanded = self.left = self.makes_copies = False
+        self.idle = IdlePolicy(me.transport.caps)
+        self._busy = self.left = self.makes_copies = False
         self._copies = True
         self._deaf_until = -inf
         self.pauses = Pauses(options.missed * options.heartbeat_s, options.silence_s, self.peers.ended)
@@ -195,16 +195,16 @@ class EventLoop:
         if self.now - before >= self.pauses.least_s and (paused := self.pauses.over(before, self.next_at(), self.now)):
             log.warning("endpoint %s/%d: %s", self.me.instance, self.me.rank, paused)
         self.budget_s = budget_s
-        self._commanded = bool(self._commands)
+        commanded = bool(self._commands)
         # Frames go before what is less urgent, as bytes may wait for them, but not before what the engine has said.
-        if self._commanded:
+        if commanded:
             self._proceed()
         if self._hear():
             self._guard(self.poll_transport)
             self._guard(self.side.work)
             if self._prompt:
                 self._guard(self.flush)
-        if not self._commanded:
+        if not commanded:
             self._proceed()
         if self._send_buffer.unsent:
             self._guard(self.flush)
@@ -231,10 +231,7 @@ class EventLoop:
 
     def rest(self, timeout_s: float) -> Rest:
         """How to wait after an advance, at most for ``timeout_s``."""
-        rooms = self.side.open_rooms > 0
-        rest = self.idle.rest(
-            self.now, timeout_s, busy=self._busy, commanded=self._commanded, rooms=rooms, in_pass_s=self.side.patience_s
-        )
+        rest = self.idle.rest(self.now, timeout_s, busy=self._busy, in_pass_s=self.side.patience_s)
         return Rest(self._wait(rest.block_s), rest.pause_s) if rest.block_s else rest
 
     def wait(self, rest: Rest) -> None:
@@ -253,7 +250,6 @@ class EventLoop:
         arrived = self._receive_buffer.fetch()
         if arrived:
             self.now = self.clock()
-            self.idle.on_message(self.now)
             for event in self._receive_buffer.take(self.budget()):
                 self.take_in(event)
         if (at := self._receive_buffer.caught_up) is not None:
