@@ -248,11 +248,14 @@ class Driver:
             self._waits_until = loop.now + self._rest.seconds
             return
         waits_until = self._waits_until  # that thread may go on at any moment
-        if loop.left or loop.behind or (self._fast and loop.pending):
-            soon = waits_until > -inf
-        else:
-            soon = loop.now + loop.rest(STEP_S).seconds < waits_until
-        if soon:
+        if waits_until == -inf:
+            return
+        if (
+            loop.left
+            or loop.behind
+            or (self._fast and loop.pending)
+            or loop.now + loop.rest(STEP_S).seconds < waits_until
+        ):
             self._wake()
 
     def _wake(self) -> None:
