@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
 
 from disagg_kv.core.wire.frames import WireTable
 from tests.support.receive_room import chunk
@@ -12,6 +16,7 @@ from tests.unit.core import test_receiving as receiving
 from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_ballots as ballots
 from tests.unit.endpoints import test_bells as bells
+from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_mapping_later as later
@@ -20,6 +25,7 @@ from tests.unit.endpoints import test_uncut as uncut
 from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, LINKS, MOVER, RECEIVE, TABLES, UNCUT
 from .planting import Mutant
 
+DRIVER = "endpoints.loop.driver:Driver."
 ARRIVALS = EARLY + "EarlyArrivals."
 
 
@@ -27,7 +33,30 @@ def _refused(table: WireTable, why: str) -> Callable[[], object]:
     return partial(runs.test_a_page_table_that_cannot_be_is_the_peers_error, (table,), why)
 
 
+SOON_S = 8.0
+
+
+def _stops_polling() -> None:
+    with TemporaryDirectory() as folder:
+        driver.stops_polling("unix", Path(folder), range(12), SOON_S)
+
+
+def _polls_alone() -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as changes:
+        driver.polls_alone("unix", Path(folder), changes, SOON_S)
+
+
 BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
+    (Mutant("a call wakes no thread for what it leaves",
+            DRIVER + "_plan", "self._wake()", "pass"), _stops_polling),
+    (Mutant("a command is left lying",
+            DRIVER + "post", "self.drive(PATIENCE_S)", "pass"), _stops_polling),
+    (Mutant("the thread stays away although no engine drives",
+            DRIVER + "_serve", "left = self._engine_until - loop.clock()",
+            "left = max(0.001, self._engine_until - loop.clock())"), _stops_polling),
+    (Mutant("the turn is held across a wait",
+            DRIVER + "advance", "self._advance(budget_s, engine=engine)",
+            "self._advance(budget_s, engine=engine)\n            engine or self.loop.wait(self._rest)"), _polls_alone),
     (Mutant("a part of page tables of an earlier generation is taken",
             ARRIVALS + "put", "found.expect.generation != part.generation or ", ""),
      early.test_parts_belong_to_one_generation),

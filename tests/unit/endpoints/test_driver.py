@@ -6,9 +6,10 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from disagg_kv.transports import ShmTransport
 
 SPEC = CacheSpec.kv(2, 2, 8, "float32")
 ROWS = 32
-LONG_S = 60.0
+SHORT_S, LONG_S = 0.01, 60.0
 
 
 class Raising:
@@ -38,6 +39,28 @@ class Raising:
     def count(self, name: str, amount: int = 1) -> None:
         """Raise."""
         raise RuntimeError("the observer")
+
+
+class Patient:
+    """A channel whose longer waits end by messages and wake-ups alone: what waits for a time instead waits for ever."""
+
+    deaf = False
+    """Nothing but messages ends a wait."""
+
+    def __init__(self, inner: Channel) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def wake(self) -> None:
+        """See :class:`Channel`."""
+        if not self.deaf:
+            self._inner.wake()
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`Channel`."""
+        self._inner.wait(timeout_s if timeout_s < SHORT_S else 2 * LONG_S)
 
 
 class Pair:
@@ -93,9 +116,12 @@ def channels(kind: str, folder: Path) -> Iterator[Channel]:
 
 
 @contextmanager
-def pair(kind: str, folder: Path, observer: Raising | None = None, *, threads: bool = True) -> Iterator[Pair]:
+def pair(
+    kind: str, folder: Path, observer: Raising | None = None, *, threads: bool = True, patient: bool = False
+) -> Iterator[Pair]:
     """Closed afterwards."""
-    made = Pair(channels(kind, folder), observer, threads=threads)
+    found = channels(kind, folder)
+    made = Pair(cast("Iterator[Channel]", map(Patient, found)) if patient else found, observer, threads=threads)
     with ExitStack() as stack:
         stack.callback(made.sender.close, 0.0)
         stack.callback(made.receiver.close, 0.0)
@@ -204,14 +230,40 @@ def test_two_threads_may_poll_while_a_third_one_opens_rooms(kind: str, tmp_path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_stops_polling_leaves_the_rest_to_the_thread(kind: str, tmp_path: Path) -> None:
-    """At any point: nothing waits for a deadline or a retry."""
-    with pair(kind, tmp_path) as both:
-        for number in range(60):
+    """At any point: nothing waits for a deadline, a retry, or the end of a wait."""
+    stops_polling(kind, tmp_path, range(60), LONG_S / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_waits_holds_up_no_call(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that poll move a request although no thread can be woken."""
+    with monkeypatch.context() as deaf:
+        polls_alone(kind, tmp_path, deaf, LONG_S)
+
+
+def polls_alone(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, longest_s: float) -> None:
+    """A request between endpoints whose threads wait for ever."""
+    with pair(kind, folder, patient=True) as both:
+        time.sleep(SHORT_S)  # both threads wait
+        with monkeypatch.context() as deaf:
+            deaf.setattr(Patient, "deaf", True)
+            delivery, reception = both.request()
+            end = time.monotonic() + longest_s
+            while not (delivery.released and reception.released):
+                assert time.monotonic() < end
+                both.sender.poll()
+                both.receiver.poll()
+
+
+def stops_polling(kind: str, folder: Path, polls: Iterable[int], longest_s: float) -> None:
+    """Requests whose engines poll so many times, and no more until the room is over."""
+    with pair(kind, folder, patient=True) as both:
+        for number in polls:
             delivery, reception = both.request()
             for _ in range(number):
                 both.sender.poll()
                 both.receiver.poll()
-            end = time.monotonic() + LONG_S / 2
+            end = time.monotonic() + longest_s
             while both.sender.open_rooms or both.receiver.open_rooms:
                 assert time.monotonic() < end, f"after {number} polls"
                 time.sleep(1e-4)

@@ -58,7 +58,7 @@ def test_two_threads_never_advance_at_once() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert (loop.most, loop.inside) == (1, 0)
-    assert loop.times > 20_000
+    assert loop.times > 1_000
     assert loop.advance()
     assert not loop.turn.mine()
 

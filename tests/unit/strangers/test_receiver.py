@@ -94,13 +94,12 @@ class FewAtOnce:
         source: Source,
         *,
         tag: bytes = b"",
-        silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> QueuedRoom:
         if self._closed or room in self.rooms:
             raise LocalProtocolError(f"room {room.hex()}: {'closed' if self._closed else 'open already'}")
-        times = {"silence_s": silence_s, "total_s": total_s, "claim_s": claim_s}
+        times = {"total_s": total_s, "claim_s": claim_s}
         begin = partial(self._inner.open, room, source, tag=tag, **times)
         made = self.rooms[room] = QueuedRoom(room, begin)
         self._admit()

@@ -35,7 +35,7 @@ log = logging.getLogger("disagg_kv.sglang")
 I32 = npt.NDArray[np.int32]
 
 SETTLE_S = 0.01
-"""How long the endpoint has the thread of an engine that waits for pages, between two looks at the room."""
+"""How long the endpoint has the thread of an engine that waits for pages, until the room is asked again."""
 SLOW_S = 5.0
 """Seconds after which a wait for copies on this host is logged."""
 
