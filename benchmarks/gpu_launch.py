@@ -1,4 +1,4 @@
-"""Where the host's time of a prepared copy goes that an engine's thread launches; prints one JSON document.
+"""Where the host's time of a copy into mapped pages goes, from its moves to its launch; prints one JSON document.
 
 Each part of a launch is timed on the thread that launches: hot, after a sleep (cold), and beside another thread that
 computes in Python. The same parts are timed where Triton's launcher launches the kernel, which gives the interpreter
@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from bench.machine import installed
-from disagg_kv.endpoints.prefill.armed import Armed, ArmedCopies, EngineLaunches
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.ids import GroupId, LayerId
-from disagg_kv.kernels import PageMove, Pages, TritonKernels
+from disagg_kv.ids import GroupId
+from disagg_kv.kernels import PageMove, Pages
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
 from disagg_kv.kernels.triton_entry import DriverEntry, TritonEntry
 from disagg_kv.kernels.triton_kernels import ELEMENTS
@@ -85,7 +84,6 @@ class Scene:
         self.launcher = CopyLauncher(32)
         self.launcher.warm(self.moves[0])
         self.engine = torch.cuda.Stream()
-        self.pools = pools
 
     def ready(self) -> torch.cuda.Event:
         """The engine's event of some rows."""
@@ -95,26 +93,21 @@ class Scene:
 
 
 def in_parts(by_triton: bool, scene: Scene, clock: Clock) -> Callable[[], None]:
-    """As :meth:`CopyLauncher._enqueue_kept` does, part by part."""
-    launcher = scene.launcher
-    context = launcher._context(DEVICE)
+    """As :meth:`CopyLauncher.__call__` does, part by part."""
+    launcher, moves = scene.launcher, scene.moves
     part = "Triton's launcher" if by_triton else "the driver's call"
 
     def launch() -> None:
-        call = launcher._write(context, scene.moves, context.slots.spare, ())
-        assert call is not None
-        context.slots.prepared(1)
         after = scene.ready()
         pause()
         clock.begin()
-        assert not torch.cuda.is_current_stream_capturing()
-        clock.end("is the stream captured")
-        context.slots.prepared(-1)
-        call.stream = context.stream()
-        clock.end("choose a stream")
-        for pool in scene.pools:
-            context.tables.of(pool, call.stream)
-        clock.end("look up the pools' tables")
+        device = launcher._device_of(moves)
+        assert device is not None
+        context = launcher._context(device)
+        clock.end("look up the device")
+        call = launcher._write(context, moves, context.slots.take, ())
+        assert call is not None
+        clock.end("choose a stream, write the call's table")
         on, queue = call.stream.cuda_stream, context.queue
         entry = context.entries[call.shape.constants]
         assert isinstance(entry, DriverEntry), "this driver does not tell a kernel's parameters"
@@ -141,26 +134,16 @@ def in_parts(by_triton: bool, scene: Scene, clock: Clock) -> Callable[[], None]:
 
 
 def whole(scene: Scene, clock: Clock) -> Callable[[], None]:
-    """What the engine's call does: :meth:`EngineLaunches.launch`."""
-    kernels = TritonKernels()
-    engine = EngineLaunches(kernels, time.perf_counter)
-    layers = frozenset(map(LayerId, range(LAYERS)))
+    """All of :meth:`CopyLauncher.__call__`."""
 
     def launch() -> None:
-        prepared = scene.launcher.prepare(scene.moves)
-        assert prepared is not None
-        armed = Armed(layers, prepared.launch)
-        calls = [ArmedCopies(lambda: False, (armed,))]
-        events = dict.fromkeys(layers, scene.ready())
+        after = scene.ready()
         pause()
         clock.begin()
-        assert engine.launch(calls, events)
-        clock.end("EngineLaunches.launch")
-        assert armed.launched is not None
-        assert armed.launched.error is None
-        assert armed.launched.event is not None
-        armed.settle()
-        armed.launched.event.synchronize()
+        end = scene.launcher(scene.moves, after)
+        clock.end("CopyLauncher")
+        assert end is not None
+        end.synchronize()
 
     return launch
 

@@ -106,10 +106,11 @@ def gpu_busy(found: Found) -> str:
 
 
 def gpu_launch(found: Found) -> str:
-    """A prepared copy that an engine's thread launches: the whole call, and the launch alone by both ways."""
+    """A copy into mapped pages: the call that launches it, and the launch alone by both ways."""
     cases = {(c["what"], c["beside"], c["cold"]): c["us"] for c in found["cases"]}
+    (whole,) = {part for (what, _, _), us in cases.items() if what == "whole" for part in us}
     columns = (
-        ("whole", "EngineLaunches.launch"),
+        ("whole", whole),
         ("in parts", "the driver's call"),
         ("in parts, by Triton's launcher", "Triton's launcher"),
     )
@@ -124,7 +125,7 @@ def gpu_launch(found: Found) -> str:
         for beside in dict.fromkeys(c["beside"] for c in found["cases"])
         for cold in (False, True)
     ]
-    head = ["us, p50 / p95; beside", "the engine's call", "the driver's call alone", "Triton's launcher alone"]
+    head = ["us, p50 / p95; beside", "the whole call", "the driver's call alone", "Triton's launcher alone"]
     return table([head, *rows])
 
 

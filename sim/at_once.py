@@ -1,8 +1,8 @@
 """Engines that give a room up, or take its pages away, before the endpoint has acted on what came just before.
 
 An endpoint takes commands and frames in, and then begins what they order. A transfer that was ordered by a chunk or by
-``Expect`` may be void when its turn comes; a launch that the engine's thread took may be of a room that has failed
-before the endpoint finds it.
+``Expect`` may be void when its turn comes; a copy that the engine's call has launched may be of a room that ends
+before the endpoint looks for the copy's end.
 """
 
 from __future__ import annotations

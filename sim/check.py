@@ -493,7 +493,7 @@ class Checks:
                     "transfers": len(transfers.pending),
                     "posts": len(transfers.posts),
                     "gathers": len(transfers.gathers),
-                    "armed": len(transfers.copies.armed),
+                    "copies": len(transfers.copies.running) + len(transfers.copies.failed),
                     "flows": len(view.flows),
                     "newest": len(view.newest),
                     "prepared": len(node.prepared) + len(gathers.waiting) + len(gathers.ready),

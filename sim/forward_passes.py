@@ -128,7 +128,7 @@ class ForwardPasses:
         call()
         launched = self._node.kernels.copies > before
         if launched:
-            self._world.saw(Kind.ARMED)
+            self._world.saw(Kind.LAUNCHED)
         self._at_once.after_layers(entries, launched=launched)
 
     def _by_event(self, chunks: Sequence[Chunk], layers: list[LayerId]) -> SimEvent | None:

@@ -49,7 +49,7 @@ class Kind(Enum):
     MAPPED = "a kernel copies rows from prefill's pages into decode's mapped pages"
     PULLED = "a kernel of decode copies rows from prefill's mapped pages into its own"
     DRIVEN = "a call of an engine advances its endpoint"
-    ARMED = "the call of an engine that makes rows final launches their copy, which was armed before"
+    LAUNCHED = "the call of an engine that makes rows final launches copies into mapped pages"
     BELLS = "bells show an engine that a request is done, before its endpoint knows"
     BELLS_OPEN = "bells and final records show the same of a request whose end decode did not know"
     BELLS_AUX = "bells and final records show the same of a request with aux data, which are in place before"

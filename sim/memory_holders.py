@@ -96,7 +96,7 @@ def _prefill(view: PrefillInspection) -> Iterator[Piece]:
         for flow in view.rooms[key].machine.flows.values():
             if flow.offered_bytes:
                 yield flow.peer, key.room, 0, flow.offered_bytes, 0
-    copies = (post for posts in transfers.copies.posts() for post in posts)
+    copies = (post for one in (*transfers.copies.running, *transfers.copies.failed) for post in one.posts)
     direct = (post for post in transfers.posts.values() if post.slot is None)
     for post in {id(post): post for post in (*direct, *copies)}.values():
         if post.room.key in failed or post.room.key not in view.rooms:

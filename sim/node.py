@@ -131,7 +131,7 @@ class SimNode(SimProcess):
             )  # fmt: skip
             self.endpoint, self.view = prefill, prefill.inspect()
             transfers = self.view.transfers
-            self._unprepared = (transfers.pending, transfers.prepared.gathers.waiting, transfers.unarmed)
+            self._unprepared = (transfers.pending, transfers.prepared.gathers.waiting)
         self._draws = random.Random(f"drives {world.scenario.seed} {self.address} {self.life}")
         self._drives = self._draws.choice(DRIVES)
         self._polls = False

@@ -89,8 +89,7 @@ def answer(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_who_hears_a_bell_finds_the_bytes(pipe: Connection, prepared: bool) -> None:
+def test_who_hears_a_bell_finds_the_bytes(pipe: Connection) -> None:
     """Each time: the stream stores the value behind the copy, and no thread of the writer looks at its end."""
     descriptor, region, place = answer(pipe)
     transport: Transport = cuda_ends.cuda_ipc()
@@ -112,18 +111,16 @@ def test_who_hears_a_bell_finds_the_bytes(pipe: Connection, prepared: bool) -> N
     for number in range(1, COPIES + 1):
         bell = bells.arm(number % SLOTS, number, RECORD, device())
         assert bell is not None, "the driver lets no stream of this GPU ring"
-        armed = kernels.prepare_copy([move], [bell]) if prepared else None
-        assert (armed is not None) == prepared
         pipe.send(number)
         tensor.fill_(content(number))
         final = torch.cuda.Event()
         final.record()
-        ends.append(kernels.copy([move], final, [bell]) if armed is None else armed.launch(final))
+        ends.append(kernels.copy([move], final, [bell]))
         assert answer(pipe) == (RECORD, 0), f"copy {number}"
     for end in ends:
         assert end is not None
         end.synchronize()
-    del bells, bell, armed, ends
+    del bells, bell, ends
     transport.close(1.0)
 
 

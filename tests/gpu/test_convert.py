@@ -129,36 +129,31 @@ def test_after_the_warm_up_nothing_is_compiled(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [EVEN[4], ODD[-1]], ids=lambda case: case.name)
-def test_prepared_conversions_wait_for_the_engines_event_and_are_launched_once(case: Case) -> None:
-    """What is dropped writes nothing; every slot comes back."""
+def test_conversions_wait_for_the_engines_event_and_prepared_ones_are_launched_once(case: Case) -> None:
+    """By copy and by gather; every slot of what is dropped comes back."""
     triton = KERNELS["triton"]
     assert isinstance(triton, TritonKernels)
-    own, source, (target, wanted, none) = _pools(case)
+    own, source, (target, wanted, other) = _pools(case)
     moves, nbytes = moves_of(source)
     staging, gathered = (new_buffer(nbytes + 64, "cuda") for _ in range(2))
-    memory, unwritten = own.buffers[0].owner, none.buffers[0].owner
+    memory = own.buffers[0].owner
     assert isinstance(memory, torch.Tensor)
-    assert isinstance(unwritten, torch.Tensor)
     # A kernel's first use may wait for all that is enqueued.
-    _wait(triton.copy([_page_move(source, none)], None))
+    _wait(triton.copy([_page_move(source, other)], None))
     _wait(triton.gather(source, moves, staging, None))
-    unwritten.zero_()
     memory.copy_(memory.flip(0))
     torch.cuda.synchronize()
     for _ in range(100):
-        copy, gather = triton.prepare_copy([_page_move(source, none)]), triton.prepare_gather(source, moves, staging)
-        assert copy is not None
+        gather = triton.prepare_gather(source, moves, staging)
         assert gather is not None
-        copy.drop()
         gather.drop()
-    copy, gather = triton.prepare_copy([_page_move(source, target)]), triton.prepare_gather(source, moves, staging)
-    assert copy is not None
+    gather = triton.prepare_gather(source, moves, staging)
     assert gather is not None
     torch.cuda._sleep(LONG)
     memory.copy_(memory.flip(0))
     computed = torch.cuda.Event()
     computed.record()
-    events = copy.launch(computed), gather.launch(32, computed)
+    events = triton.copy([_page_move(source, target)], computed), gather.launch(32, computed)
     assert not computed.query()
     for event in events:
         assert event is not None
@@ -167,5 +162,4 @@ def test_prepared_conversions_wait_for_the_engines_event_and_are_launched_once(c
     reference.copy([_page_move(source, wanted)], None)
     reference.gather(source, [Move(m.layout, m.tables, m.base + 32) for m in moves], gathered, None)
     assert np.array_equal(content_of(target.buffers[0]), content_of(wanted.buffers[0]))
-    assert not content_of(none.buffers[0]).any()
     assert np.array_equal(content_of(staging)[48 : nbytes - 5], content_of(gathered)[48 : nbytes - 5])

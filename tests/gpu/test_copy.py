@@ -6,21 +6,19 @@ import gc
 import itertools
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
-from disagg_kv.errors import LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.kernels import KERNELS, Kernels, Move, PageMove, Pages, TritonKernels
 from disagg_kv.kernels.copy.triton import copy as copy_kernel
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
 from disagg_kv.kernels.triton_slots import SLOTS
-from disagg_kv.memory import Layout, MappedPool, PagedMemory, PagedPool
+from disagg_kv.memory import Layout, MappedPool, PagedMemory, PagedPool, undisturbed
 from disagg_kv.planning import PageCopy
 from tests.support.copy_grid import CopyGrid, Kind, check_copy
 from tests.support.kernel_cases import CopyCase, copy_cases
@@ -195,49 +193,17 @@ def test_after_the_warm_up_nothing_is_compiled_and_no_pinned_memory_is_allocated
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
 
 
-def test_prepared_copies_are_launched_behind_an_event_on_another_thread() -> None:
-    """Each with its own page ids; those that are dropped copy nothing, and every slot comes back."""
-    source, target = _small(), _small()
-    assert isinstance(TRITON, TritonKernels)
-    TRITON.warm_copy(source, target)
-    memory = _tensor(source).view(-1, 4096)
-    content = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
-    memory[:64] = content.flip(0)
-    torch.cuda.synchronize()
-    prepared = [TRITON.prepare_copy([_page(source, page, target, 63 - page)]) for page in range(64)]
-    kept = [one for one in prepared if one is not None]
-    assert len(kept) == 64
-    assert TRITON.prepare_copy([_page(source, 0, target, 0)]) is None, "slots are left for what is launched at once"
-    torch.cuda._sleep(LONG)
-    memory[:64] = content
-    computed = torch.cuda.Event()
-    computed.record()
-    events: list[object] = []
-    with ThreadPoolExecutor(1) as pool:
-        events += [pool.submit(one.launch, computed).result() for one in kept[:32]]
-    for one in kept[32:]:
-        one.drop()
-    assert not computed.query()
-    for event in events:
-        _wait(event)
-    assert _first_plane(target) == [0] * 32 + list(range(32))[::-1]
-    with pytest.raises(LocalProtocolError):
-        kept[-1].launch(None)
-    again = TRITON.prepare_copy([_page(source, 5, target, 0)])
-    assert again is not None
-    _wait(again.launch(None))
-    assert _first_plane(target)[0] == 5
-
-
-def test_nothing_may_be_launched_while_a_graph_is_captured() -> None:
+def test_nothing_is_launched_while_a_graph_is_captured() -> None:
     """It would become a part of the graph."""
-    assert isinstance(TRITON, TritonKernels)
-    assert TRITON.may_launch()
+    with undisturbed() as allowed:
+        assert allowed
     graph, cell = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
     with torch.cuda.graph(graph):
         cell.add_(1)
-        assert not TRITON.may_launch()
-    assert TRITON.may_launch()
+        with undisturbed() as allowed:
+            assert not allowed
+    with undisturbed() as allowed:
+        assert allowed
 
 
 class _Fails:

@@ -13,9 +13,10 @@ from disagg_kv.core.wire.frames import WireTable
 from tests.support.receive_room import chunk
 from tests.unit.core import test_page_runs as runs
 from tests.unit.core import test_receiving as receiving
-from tests.unit.endpoints import test_armed_bells as armed
 from tests.unit.endpoints import test_ballots as ballots
 from tests.unit.endpoints import test_bells as bells
+from tests.unit.endpoints import test_device_bells as device_bells
+from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
@@ -81,16 +82,17 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a link that was dropped while its pool is mapped fails once that takes too long",
             LINKS + "_overdue", "not link.linked and not link.busy and", "not link.linked and"),
      partial(later.test_a_link_that_is_taken_again_waits_as_long_for_its_pool_as_before, False)),
-    (Mutant("a launch that is dropped rings",
-            COPIES + "_take", "one.drop()",
-            "one.drop()\n        for post in one.posts:\n"
-            "            bell = one.room.machine.flows[post.transfer.to].bell(post.transfer.segment)\n"
-            "            if bell is not None:\n"
-            "                one.room.ring(bell)"),
-     armed.test_a_launch_that_is_dropped_rings_nothing),
+    (Mutant("an interrupt of a launch counts as an error of it",
+            COPIES + "launch", "except Exception as exc:", "except BaseException as exc:"),
+     partial(device_copies.interrupted_launch, "end")),
+    (Mutant("what an interrupted launch reads and writes is unmapped",
+            COPIES + "launch", "except Exception as exc:\n        error = exc",
+            "except Exception as exc:\n        error = exc\n    except BaseException:\n"
+            "        del _RUNNING[one]\n        raise"),
+     partial(device_copies.interrupted_launch, "end")),
     (Mutant("rows that are compared are rung by the device",
             MOVER + "_begin_moves", "if spec.summed is None:", "if True:"),
-     armed.test_rows_that_are_compared_are_not_rung_by_the_device),
+     device_bells.test_rows_that_are_compared_are_not_rung_by_the_device),
     (Mutant("blocks of bells of a process without a link are never used again",
             BELLS + "BellBoard.parted", "self._free += self._of.pop(epoch, ())", "pass"),
      bells.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),

@@ -12,7 +12,6 @@ FLOW = "core.room.flow:Flow."
 MOVER = "endpoints.prefill.transfers:TransferQueue."
 WRITES = "endpoints.prefill.writes:PostedWrites."
 COPIES = "endpoints.prefill.copies:PageCopies."
-ARMED = "endpoints.prefill.armed:"
 PULLS = "endpoints.decode.pulls:PullQueue."
 SOURCES = "endpoints.decode.sources:PullSources."
 PREFILL = "endpoints.prefill.room_table:PrefillRooms."
@@ -96,7 +95,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a write straight from pages does not wait for its rows",
            MOVER + "_direct", "after = spec.after if spec.route.lane.caps.waits_events else None", "after = None"),
     Mutant("a copy into mapped pages is announced before it has ended",
-           COPIES + "_launched", "if what.event is None:", "if True:"),
+           COPIES + "launch", "if one.event is None:", "if True:"),
     Mutant("a bell rings before the bytes are there",
            PREFILL + "_apply", "self.transfers.add(room, effect)",
            "self.transfers.add(room, effect)\n"
@@ -164,14 +163,12 @@ BUGS: Sequence[Mutant] = (
            "for post in [p for posts in self.of_room.values() for p in posts if p.copying and p.transfer.to == epoch]:"
            "\n        post.copying = False\n        self._unpin(post)\n    for ticket, post in ["),
     Mutant("a copy that failed is never asked again",
-           COPIES + "look_at_failed", "if not one.event.query():", "if True:"),
+           COPIES + "look_at_failed", "if not one.over():", "if True:"),
     Mutant("a copy is launched that has become void",
-           MOVER + "_begin", "if not room.machine.flows[transfer.to].begin(transfer, ahead=ahead):",
-           "if not room.machine.flows[transfer.to].begin(transfer, ahead=ahead)"
-           " and room.routes[transfer.to].mapped is None:"),
-    Mutant("what is armed is launched before its rows are final",
-           ARMED + "_joined", "return different[0] if len(different) == 1 else All(different) if different else None",
-           "return None"),
+           MOVER + "_begin", "if not room.machine.flows[transfer.to].begin(transfer):",
+           "if not room.machine.flows[transfer.to].begin(transfer) and room.routes[transfer.to].mapped is None:"),
+    Mutant("a copy that could not be launched counts as done",
+           COPIES + "launch", "self._end(posts, error)", "self._end(posts, None)"),
     Mutant("pages are freed before decode has read them",
            FLOW + "_on_wrote", "self._offered[event.segment] = part.nbytes", "pass"),
     Mutant("pages are offered before their rows are final",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from attrs import define, field
 
 from disagg_kv.core import Options
+from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.memory import Bell, Event
-from tests.support.rig import Request, Rig, tp_shards
+from disagg_kv.strategies import LayerPipelined
+from tests.support.rig import Decodes, PrefillOptions, Prefills, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -54,11 +58,12 @@ class Failing(Flag):
 
 
 class DeviceKernels(CpuKernels):
-    """Copies that are queued, and done when the test says so."""
+    """Copies that are queued, and done when the test says so; ``at`` is called at both ends of a launch."""
 
     def __init__(self) -> None:
         self.queued: list[Copy] = []
         self.refuses: list[Exception] = []
+        self.at: Callable[[str], None] = lambda where: None
 
     def orders(self, event: Event) -> bool:
         return True
@@ -66,10 +71,26 @@ class DeviceKernels(CpuKernels):
     def copy(  # type: ignore[override]
         self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()
     ) -> Event | None:
+        self.at("begin")
         if self.refuses:
             raise self.refuses.pop()
-        self.queued.append(Copy(moves, after, bells))
-        return self.queued[-1]
+        copy = Copy(moves, after, bells)
+        self.queued.append(copy)
+        self.at("end")
+        return copy
+
+    def finish(self) -> None:
+        """The device gets to all that is launched."""
+        for copy in self.queued:
+            if not copy.happened:
+                copy.run()
+
+
+class Unordered(DeviceKernels):
+    """As kernels that wait for events by blocking."""
+
+    def orders(self, event: Event) -> bool:
+        return False
 
 
 def scene(
@@ -87,3 +108,51 @@ def launched(rig: Rig, kernels: DeviceKernels, count: int = 1) -> Copy:
     """The last copy that was launched."""
     rig.until(lambda: len(kernels.queued) == count, f"{count} copies")
     return kernels.queued[-1]
+
+
+@define(eq=False)
+class Pass:
+    """A forward pass of prefill's engine over one room, whose calls advance the endpoint."""
+
+    rig: Rig
+    kernels: DeviceKernels
+    request: Request
+    step: ForwardPass = field(init=False)
+
+    def announce(self, stop: int = 9) -> Pass:
+        """The pass begins."""
+        (table,) = self.request.pages(0, stop)
+        self.step = self.request.prefills[0].endpoint.step({self.request.room: (stop, [table])})
+        self.rig.turn()
+        self.rig.turn()
+        return self
+
+    def another(self, name: str) -> Pass:
+        """The same for a room after it, once pages of earlier ones are free again."""
+        for table in self.request.given.pop(0, []):
+            self.request.prefills[0].give(table)
+        self.request.decodes[0].give(self.request.taken[0])
+        return Pass(self.rig, self.kernels, awaited(self.rig, self.request.prefills, self.request.decodes, name))
+
+
+def driven(
+    schedule: LayerPipelined | None = None,
+    decode_tp: int = 1,
+    kernels: DeviceKernels | None = None,
+    options: Options | None = None,
+) -> Pass:
+    """A room that decode awaits and prefill has open, with nothing announced yet."""
+    rig, kernels = Rig(SPEC, options=options, driven=True), kernels or DeviceKernels()
+    more: PrefillOptions = {"strategy": "mapped", "kernels": kernels}
+    if schedule is not None:
+        more["schedule"] = schedule
+    prefills = rig.prefill(tp_shards(SPEC, 1), **more)
+    decodes = rig.decode(tp_shards(SPEC, decode_tp), strategy="mapped")
+    return Pass(rig, kernels, awaited(rig, prefills, decodes, "room"))
+
+
+def awaited(rig: Rig, prefills: Prefills, decodes: Decodes, name: str) -> Request:
+    """A room of nine rows that decode awaits and prefill has open."""
+    request = rig.request(name, prefills, decodes, 9).open_decode().expect(9).open_prefill()
+    rig.until(lambda: request.sends[0].held is not None, "the expectation")
+    return request

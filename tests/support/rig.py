@@ -239,6 +239,7 @@ class Rig:
         decoded: decode's cache, where it is another.
         threaded: True: endpoints run by themselves and time is real. False: ``turn`` turns them.
         options: of all of them.
+        driven: the calls of their engines advance them, too.
     """
 
     def __init__(
@@ -248,10 +249,12 @@ class Rig:
         threaded: bool = False,
         options: Options | None = None,
         decoded: CacheSpec | None = None,
+        driven: bool = False,
     ) -> None:
         self.spec = spec
         self.decoded = decoded
         self.threaded = threaded
+        self.driven = driven
         self.options = options or Options()
         self.clock = FakeClock(1.0)
         self.hub = Hub()
@@ -339,7 +342,7 @@ class Rig:
     def _environment(self, life: Incarnation | None = None) -> Environment:
         if self.threaded:
             return Environment(life=life)
-        return Environment(clock=self.clock, sleep=_no_sleep, thread=False, engine=False, life=life)
+        return Environment(clock=self.clock, sleep=_no_sleep, thread=False, engine=self.driven, life=life)
 
     def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
         pool = of.pool(spec, held, of) if of.pool else self._paged(spec, held, of, transport)

@@ -79,9 +79,9 @@ class Room:
             self.machine.check_integrity()
         return out
 
-    def begin(self, s: Segment = A, rank: int = 0, lease: int | None = -1, *, ahead: bool = False) -> bool:
+    def begin(self, s: Segment = A, rank: int = 0, lease: int | None = -1) -> bool:
         transfer = Transfer(D[rank], s, None, 0, s.start if lease == -1 else lease)
-        return self.machine.flows[D[rank]].begin(transfer, ahead=ahead)
+        return self.machine.flows[D[rank]].begin(transfer)
 
     def write(self, s: Segment = A) -> list[Effect]:
         """From grant to notice."""

@@ -330,13 +330,6 @@ class Quiet:
 
 
 @frozen
-class Disarmed:
-    """A segment that was armed is not launched: nothing of it has moved, or will."""
-
-    segment: Segment
-
-
-@frozen
 class Send:
     """Pass this frame to the channel."""
 

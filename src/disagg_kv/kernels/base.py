@@ -92,7 +92,7 @@ class Kernels(Protocol):
 
         All pools lie on one device, as this process sees them. None: it is done already, and other processes see the
         bytes. Otherwise both hold once the event has happened. The caller keeps the pools and the bells until then:
-        they keep the memory mapped. Called on the endpoint's thread and on the engine's, also by both at a time.
+        they keep the memory mapped. Called by the thread that advances an endpoint, and so by several at a time.
 
         Args:
             moves: what is copied.
@@ -155,18 +155,6 @@ class Prepared(Protocol):
         ...
 
 
-class PreparedCopy(Protocol):
-    """The same for a copy into mapped pages, which may be launched on another thread than it was prepared on."""
-
-    def launch(self, after: Event | None) -> Event | None:
-        """As :meth:`Prepared.launch`, behind ``after``."""
-        ...
-
-    def drop(self) -> None:
-        """See :meth:`Prepared.drop`."""
-        ...
-
-
 class PreparedGather(Protocol):
     """The same for a gather, of which the place in staging is not known yet."""
 
@@ -193,22 +181,6 @@ class SupportsPreparing(Protocol):
 
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
         """The same for ``gather``: pages are read when it is launched, and not before its ``after``."""
-        ...
-
-
-@runtime_checkable
-class SupportsArming(Protocol):
-    """Kernels whose copies cost the engine's thread less once they are prepared on the endpoint's."""
-
-    def prepare_copy(self, moves: Sequence[PageMove], bells: Sequence[Bell] = ()) -> PreparedCopy | None:
-        """Prepare ``copy`` of these moves, while the rows may still change; neither waits nor allocates.
-
-        None: as for :meth:`SupportsPreparing.prepare_scatter`. Raises the errors of ``copy``.
-        """
-        ...
-
-    def may_launch(self) -> bool:
-        """Whether the calling thread may launch now. False while it captures a CUDA graph: the launch would join it."""
         ...
 
 

@@ -25,7 +25,6 @@ from .base import (
     PageMove,
     Pages,
     Prepared,
-    PreparedCopy,
     PreparedGather,
     converts,
 )
@@ -175,24 +174,6 @@ class TritonKernels:
 
             return prepare_gather(launcher, pool, moves, staging)
         return launcher.prepare(pool, moves, staging, moved=True)
-
-    def prepare_copy(self, moves: Sequence[PageMove], bells: Sequence[Bell] = ()) -> PreparedCopy | None:
-        """Write the table of a copy; see :meth:`copy`."""
-        _launcher("gather")  # what is missing is said there
-        if any(converts(move.source.pool) for move in moves):
-            from .triton_convert import prepare_copy
-
-            return prepare_copy(_copier(self._programs), moves, self._programs)
-        return _copier(self._programs).prepare(moves, bells)
-
-    def may_launch(self) -> bool:
-        """Not while the current stream is captured."""
-        _launcher("gather")
-        import torch
-
-        from .triton_kernels import INTERPRETED
-
-        return INTERPRETED or not torch.cuda.is_current_stream_capturing()
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Enqueue the sums behind ``after``, and their copy to the host."""

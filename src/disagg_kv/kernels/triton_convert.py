@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -13,13 +12,11 @@ from ..errors import DisaggKVError
 from ..memory import All, Buffer, Event, MemoryPool, PagedMemory
 from .base import Checksums, Move, PageMove
 from .checksum.mixing import U64
-from .triton_copy_launch import CopyLauncher, PreparedCopyLaunch, warm_moves
+from .triton_copy_launch import CopyLauncher, warm_moves
 from .triton_kernels import Tuning
 from .triton_kinds import Kind, kinds_of, split_copies
 from .triton_launch import Launcher, PreparedLaunch
 from .triton_sums import ChecksumLauncher
-
-Part = TypeVar("Part", PreparedLaunch, PreparedCopyLaunch)
 
 Launch = Callable[[Event | None], Event | None]
 """Launches behind an event, and returns that of its end; None: it has ended."""
@@ -82,12 +79,6 @@ def copy(
     The launches follow one another, so that all of them together take no more of the GPU than one does.
     """
     return in_turn([partial(launcher, some) for launcher, some in _copies(plain, moves, programs, tuning)], after)
-
-
-def prepare_copy(plain: CopyLauncher, moves: Sequence[PageMove], programs: int | None) -> PreparedCopies | None:
-    """The same up to its launches; see :class:`.base.SupportsArming`."""
-    found = _prepared(launcher.prepare(some) for launcher, some in _copies(plain, moves, programs))
-    return None if found is None else PreparedCopies(found)
 
 
 def _copies(
@@ -153,28 +144,9 @@ class PreparedGathers:
             part.drop()
 
 
-class PreparedCopies:
-    """Several copies as one; see :class:`.base.PreparedCopy`."""
-
-    def __init__(self, parts: Sequence[PreparedCopyLaunch]) -> None:
-        self._parts = parts
-
-    def launch(self, after: Event | None) -> Event | None:
-        """See :meth:`.base.PreparedCopy.launch`."""
-        try:
-            return in_turn([part.launch for part in self._parts], after)
-        finally:
-            self.drop()
-
-    def drop(self) -> None:
-        """See :meth:`.base.Prepared.drop`."""
-        for part in self._parts:
-            part.drop()
-
-
-def _prepared(parts: Iterable[Part | None]) -> list[Part] | None:
+def _prepared(parts: Iterable[PreparedLaunch | None]) -> list[PreparedLaunch] | None:
     """All parts; None where one of them cannot be prepared, or there are none."""
-    found: list[Part] = []
+    found: list[PreparedLaunch] = []
     complete = False
     try:
         for part in parts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +20,7 @@ from .cuda_queue import Mark
 from .triton_copies import CopyCall, CopyPatterns, PoolWords
 from .triton_kernels import Tuning
 from .triton_kinds import Kind, numbers_of
-from .triton_launch import Host, LaunchContext, PreparedLaunch, Written
+from .triton_launch import Host, LaunchContext, Written
 from .triton_slots import ArgumentSlot
 
 INTERPRETED_PROGRAMS = 7
@@ -68,36 +67,6 @@ class CopyLauncher(Host):
         context = self._context(device)
         call = self._write(context, moves, context.slots.take, bells)
         return None if call is None else self._enqueue(call, after)
-
-    def prepare(self, moves: Sequence[PageMove], bells: Sequence[Bell] = ()) -> PreparedCopyLaunch | None:
-        """The same call up to its launch, compiled; see :class:`.base.SupportsArming`."""
-        device = self._device_of(moves)
-        if device is None or device == "cpu":
-            return None
-        context = self._context(device)
-        call = self._write(context, moves, context.slots.spare, bells) if context.slots.may_prepare else None
-        if call is None:
-            return None
-        with torch.cuda.device(device):
-            self._compile(context, call.shape, call.slot.device, 1, 1)
-        context.slots.prepared(1)
-        pools = {id(pool): pool for move in moves for pool in (move.source.pool, move.target.pool)}
-        return PreparedCopyLaunch(
-            PreparedLaunch(partial(self._enqueue_kept, call, tuple(pools.values())), partial(self._give_up, call))
-        )
-
-    def _enqueue_kept(self, call: Written, pools: Sequence[PagedMemory], base: int, after: Event | None) -> Mark:
-        context = call.context
-        context.slots.prepared(-1)
-        # What waits for its event on the stream that it was written for came later.
-        call.stream = context.stream()
-        for pool in pools:
-            context.tables.of(pool, call.stream)
-        return self._enqueue(call, after)
-
-    def _give_up(self, call: Written) -> None:
-        call.context.slots.prepared(-1)
-        self._give_back(call)
 
     def _enqueue(self, call: Written, after: Event | None) -> Mark:
         try:
@@ -170,21 +139,6 @@ class CopyLauncher(Host):
             nothing = torch.empty(1, dtype=torch.int64, device=device)
             self._compile(context, call.shape, nothing, 1, 1)
             stream.synchronize()
-
-
-class PreparedCopyLaunch:
-    """See :class:`.base.PreparedCopy`."""
-
-    def __init__(self, prepared: PreparedLaunch) -> None:
-        self._prepared = prepared
-
-    def launch(self, after: Event | None) -> Mark | None:
-        """See :meth:`.base.PreparedCopy.launch`."""
-        return self._prepared.launch(0, after)
-
-    def drop(self) -> None:
-        """See :meth:`.base.Prepared.drop`."""
-        self._prepared.drop()
 
 
 def warm_moves(source: PagedMemory, target: PagedMemory) -> Iterator[PageMove]:

@@ -16,7 +16,6 @@ from disagg_kv.core import (
     Cancel,
     Concluded,
     Decided,
-    Disarmed,
     Finished,
     Flow,
     Gone,
@@ -83,12 +82,12 @@ IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
         "a write that is not quiet has failed the flow; success needs every flow complete",
     ),
     Sending.FINISHED: (
-        {Finished, Wrote, WriteFailed, Quiet, Disarmed, Decided},
+        {Finished, Wrote, WriteFailed, Quiet, Decided},
         "every segment has landed, and finish is said once",
     ),
-    Sending.COMPLETE: ({Finished, Wrote, WriteFailed, Quiet, Disarmed}, "as when finished"),
+    Sending.COMPLETE: ({Finished, Wrote, WriteFailed, Quiet}, "as when finished"),
     Sending.ABORTING: ({Decided}, "the room has failed"),
-    Sending.DRAINING: ({Wrote, WriteFailed, Quiet, Disarmed, Decided}, "no write is left, and the room has failed"),
+    Sending.DRAINING: ({Wrote, WriteFailed, Quiet, Decided}, "no write is left, and the room has failed"),
 }
 SIDES = [
     pytest.param(
@@ -100,7 +99,7 @@ SIDES = [
     pytest.param(
         SENDING,
         Sending,
-        TO_PREFILL | HERE | {Offered, Finished, Wrote, WriteFailed, Quiet, Disarmed, Decided},
+        TO_PREFILL | HERE | {Offered, Finished, Wrote, WriteFailed, Quiet, Decided},
         id="prefill",
     ),
 ]

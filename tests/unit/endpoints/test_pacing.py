@@ -11,7 +11,6 @@ from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.core import RoomKey
 from disagg_kv.endpoints import Environment, PrefillEndpoint
 from disagg_kv.endpoints.loop.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
-from disagg_kv.endpoints.prefill.armed import ArmedCopies
 from disagg_kv.endpoints.prefill.handle import SubmittedChunk
 from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, EventFifo, ThroughputEstimator
 from disagg_kv.geometry import CacheSpec, PageTable, shard
@@ -27,7 +26,7 @@ from tests.support.rig_parts import Flag
 def handed(turn: int = 1) -> list[SubmittedChunk]:
     """Ten rows of a room."""
     key = RoomKey(RoomId(b"room"), Generation(1))
-    return [SubmittedChunk(key, turn, 0, 10, {}, Batch((10,), layered=True), ArmedCopies(lambda: False))]
+    return [SubmittedChunk(key, turn, 0, 10, {}, Batch((10,), layered=True))]
 
 
 def computed(pacer: ThroughputEstimator, clock: FakeClock) -> None:

@@ -15,7 +15,6 @@ from disagg_kv.kernels import (
     PageMove,
     Pages,
     ReferenceKernels,
-    SupportsArming,
     SupportsWarmUp,
     TritonKernels,
 )
@@ -218,16 +217,3 @@ def test_a_warm_up_reads_and_writes_nothing_where_kernels_are_interpreted() -> N
     assert isinstance(TRITON, SupportsWarmUp)
     TRITON.warm_copy(source, target)
     assert not target.view(0).any()
-
-
-def test_only_triton_prepares_copies_and_where_it_is_interpreted_that_saves_nothing() -> None:
-    """Then the copy itself is called; no graph is captured."""
-    assert not any(isinstance(KERNELS[name], SupportsArming) for name in ("cpu", "reference"))
-    assert isinstance(TRITON, SupportsArming)
-    spec = CacheSpec.kv(1, 2, 4, "float16")
-    source, target = (PagedPool.allocate(spec, shard(spec), pages=2, page_size=4) for _ in range(2))
-    layout, tables = staged_layout([(0, 0, 2, 0, 4, 0)], 64), {KV: PageTable(KV, [1])}
-    move = PageMove(PageCopy(layout, layout), Pages(source, tables), Pages(target, tables))
-    assert TRITON.prepare_copy([move]) is None
-    assert TRITON.prepare_copy([]) is None
-    assert TRITON.may_launch()

@@ -16,7 +16,6 @@ from ...planning import Batch, Intake, Limits, Segment
 from ..base import (
     Cancel,
     Decided,
-    Disarmed,
     Finished,
     Gone,
     Granted,
@@ -191,14 +190,9 @@ class Flow(Machine[Sending]):
         assert self.plan is not None
         self.outbound.add(segment, self.plan.intake.part_bytes(segment, self.plan.rank))
 
-    def begin(self, transfer: Transfer, *, ahead: bool = False) -> bool:
-        """The transfer queue starts on a Transfer; False: it has become void (an abort, a withdrawal).
-
-        ``ahead``: it arms a transfer whose rows are still to be computed. From now on its bytes may move at any time,
-        until it is written, has failed, or is ``Disarmed``.
-        """
-        wanted = Readiness.AHEAD if ahead else Readiness.READY
-        if not self.awaits(transfer) or self._readiness(transfer.segment) is not wanted:
+    def begin(self, transfer: Transfer) -> bool:
+        """The transfer queue starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
+        if not self.awaits(transfer) or self._readiness(transfer.segment) is not Readiness.READY:
             return False
         self.outbound.move(self.outbound[transfer.segment], SegmentStep.WRITING)
         self._unquiet.add(transfer.segment)
@@ -213,7 +207,7 @@ class Flow(Machine[Sending]):
 
     @property
     def busy(self) -> bool:
-        """True while a gather or a write of this flow may still read or write, or is armed."""
+        """True while a gather or a write of this flow may still read or write."""
         return bool(self._unquiet)
 
     def bell(self, segment: Segment) -> Ring | None:
@@ -274,16 +268,11 @@ class Flow(Machine[Sending]):
         self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
 
     def _use(self, segment: Segment, part: OutboundSegment) -> None:
-        """Move a granted segment, or have it armed if its pages are exposed and its rows are not final.
-
-        The grant of a withdrawn one is returned, as others may need its bytes of the ring.
-        """
+        """Move a granted segment. The grant of a withdrawn one is returned: others may need its bytes of the ring."""
         readiness = self._readiness(segment)
         if readiness is Readiness.READY:
             # A repetition is harmless: the queue replaces a pending one, and `begin` rejects one that has started.
             self._out.append(self._transfer(segment, part))
-        elif readiness is Readiness.AHEAD and part.grant is None:
-            self._out.append(Granted(self._transfer(segment, part)))
         elif readiness is Readiness.WITHDRAWN and part.grant is not None:
             back = Return(**self._head, segment=segment_to_wire(segment), ask=part.ask)
             self._out.append(self._repeat.start(("return", segment), Send(self.peer, back), self.now))
@@ -351,12 +340,6 @@ class Flow(Machine[Sending]):
         error = ours(event.error, self._name(), **self.who)
         # A transport knows its peer by another name, and no room.
         self._fail(error.about(self._name()) if isinstance(error, TransportError | PeerLostError) else error)
-
-    def _on_disarmed(self, event: Disarmed) -> None:
-        self._unquiet.discard(event.segment)
-        part = self.outbound[event.segment]
-        self.outbound.move(part, SegmentStep.GRANTED)
-        self._use(event.segment, part)
 
     def _on_landed(self, event: Landed) -> None:
         if sum(self._acknowledged(Segment(*box)) for box in event.segments):
@@ -484,7 +467,7 @@ class Flow(Machine[Sending]):
     def _on_answer_abort(self, event: Expect) -> None:
         self._send(Abort(**self._head, reason=words(self.error), broken=self._broken))
 
-    def _on_quiet_late(self, event: Wrote | Quiet | Disarmed) -> None:
+    def _on_quiet_late(self, event: Wrote | Quiet) -> None:
         self._unquiet.discard(event.segment)
         self._check_quiet()
 

@@ -28,7 +28,6 @@ class Readiness(Enum):
 class _Call:
     """Rows that the engine handed over by one call, and the layers of them that are final; ``whole``: all layers."""
 
-    call_id: int
     start: int
     stop: int
     whole: bool = False
@@ -102,7 +101,7 @@ class Rows:
             ready: True: all layers are final.
             batch: the forward pass that computes them.
         """
-        self._calls[call_id] = one = _Call(call_id, start, stop, whole=ready)
+        self._calls[call_id] = one = _Call(start, stop, whole=ready)
         self._order.append(one)
         self._stops.append(stop)
         # Rows are handed over in order, so chunks get their pages again in order: each is visited once.
@@ -171,11 +170,6 @@ class Rows:
             assert self.states is not None
             return self.states
         return self.chunks[bisect_right(self._starts, segment.start) - 1]
-
-    def only_call(self, segment: Segment) -> int | None:
-        """The number of the only call by which the rows of a segment came; None: there is none, or there are others."""
-        calls = self.chunk(segment).calls
-        return calls[0].call_id if len(calls) == 1 else None
 
     def readiness(self, segment: Segment) -> Readiness:
         """Whether a segment can be read. States that are to come lie ahead as long as the room has its pages."""

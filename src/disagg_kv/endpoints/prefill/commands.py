@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ...core import RoomKey
@@ -10,7 +10,6 @@ from ...ids import LayerId
 from ...memory import Event
 from ..handle import HostEvent
 from ..loop.driver import Driver
-from .armed import EngineLaunches
 from .handle import Act, SubmittedChunk
 from .rooms import PrefillSide
 
@@ -21,12 +20,10 @@ class PostedCommands:
     Args:
         driver: runs them, in the engine's calls or on the endpoint's thread.
         side: does what they say.
-        launches: launch what was armed.
     """
 
-    def __init__(self, driver: Driver, side: PrefillSide, launches: EngineLaunches) -> None:
+    def __init__(self, driver: Driver, side: PrefillSide) -> None:
         self.admission = driver.admission
-        self._launches = launches
         self._driver = driver
         self._loop = driver.loop
         self._side = side
@@ -45,10 +42,6 @@ class PostedCommands:
     ) -> None:
         """Layers of submitted rows behind an event."""
         self._loop.post(partial(self._side.final_at, submitted, layers, ready, self._loop.clock()))
-
-    def launch(self, submitted: Sequence[SubmittedChunk], events: Mapping[LayerId, Event | None]) -> bool:
-        """Launch here what is armed."""
-        return self._launches.launch([one.armed for one in submitted], events)
 
     def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
         """The first layer."""

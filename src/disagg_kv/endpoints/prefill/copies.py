@@ -10,25 +10,18 @@ is quiet once its event has happened.
 Such a copy may outlive its endpoint. What it reads and writes stays mapped until its event has happened, or the process
 ends.
 
-Copies of rows that are still computed are armed, see :mod:`.armed`: the engine's thread may launch them at any time.
-
 A launch carries the bells of its segments. Where the device rings them behind the copy, decode's engine knows that the
 bytes are there before a thread of ours does. What rings stays mapped as the pages do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from attrs import define
 
-from ...core.room.rows import Readiness
-from ...ids import LayerId
-from ...kernels import Kernels, PageMove, SupportsArming
-from ...memory import Bell, Event
-from .armed import Armed, ArmedCopies, Launch, Launched
-from .room import PrefillRoom
+from ...kernels import Kernels, PageMove
+from ...memory import Event
 from .writes import Post, PostedWrites
 
 _RUNNING: dict[Copying, None] = {}
@@ -39,29 +32,20 @@ _RUNNING: dict[Copying, None] = {}
 class Copying:
     """A launch that may still run, and what keeps its memory mapped."""
 
-    event: Event
+    event: Event | None
     moves: Sequence[PageMove]
     posts: Sequence[Post]
     after: Event | None
 
-
-@define(eq=False)
-class ArmedCopy:
-    """A copy that is armed, or that the engine's thread has launched since; ``listed``: where that thread finds it."""
-
-    armed: Armed
-    room: PrefillRoom
-    moves: Sequence[PageMove]
-    posts: Sequence[Post]
-    listed: ArmedCopies
-    drop: Callable[[], None]
+    def over(self) -> bool:
+        """Whether it has ended; raises what its event raises."""
+        return self.event is None or self.event.query()
 
 
 class PageCopies:
     """Runs on the endpoint's thread only.
 
-    ``running`` are the launches that may still run, ``failed`` those of them whose event raised, ``armed`` what is not
-    launched, as far as this thread knows.
+    ``running`` are the launches that may still run, ``failed`` those of them whose event raised.
 
     Args:
         kernels: copy.
@@ -75,87 +59,38 @@ class PageCopies:
         self._clock = clock
         self.running: list[Copying] = []
         self.failed: list[Copying] = []
-        self.armed: list[ArmedCopy] = []
-        self._arming = kernels if isinstance(kernels, SupportsArming) else None
 
     def launch(self, begun: Sequence[tuple[Post, PageMove]], after: Event | None) -> None:
         """Copy for all of these posts, behind ``after``; an error of the kernels becomes theirs."""
         posts, moves = [post for post, _ in begun], [move for _, move in begun]
-        one = Armed(frozenset(), partial(self._kernels.copy, moves, bells=_bells(posts)))
-        one.launch(after, self._clock)
-        self._launched(moves, posts, one.launched)
-        one.settle()
-
-    def _launched(self, moves: Sequence[PageMove], posts: Sequence[Post], what: Launched | None) -> None:
-        """A launch has begun, or has failed."""
-        assert what is not None
+        one, started = Copying(None, moves, posts, after), self._clock()
+        # Before the launch: an interrupt of the engine's thread leaves open whether it runs, and then this stays.
+        _RUNNING[one] = None
+        error: Exception | None = None
+        try:
+            one.event = self._kernels.copy(moves, after, [post.bell for post in posts if post.bell is not None])
+        except Exception as exc:
+            error = exc
+        took = self._clock() - started
         for post in posts:
-            post.posted, post.copying = True, False
-        if what.after is None:
-            self._cross(posts, what.started)
-        if what.error is not None:
+            post.posted = True
+        if after is None:
+            self._cross(posts, started)
+        if error is not None:
             # Kernels raise before they have launched anything, or once all that they copied is done.
-            self._end(posts, what.error)
+            del _RUNNING[one]
+            self._end(posts, error)
             return
         for post in posts:
             post.room.handle.report.descriptors += 1
-        posts[0].room.handle.report.spend("post", what.took)
-        if what.event is None:
+        posts[0].room.handle.report.spend("post", took)
+        if one.event is None:
+            del _RUNNING[one]
             self._end(posts, None)
             return
         for post in posts:
             post.copying = True
-        self.running.append(Copying(what.event, moves, posts, what.after))
-        _RUNNING[self.running[-1]] = None
-
-    def arm(self, begun: Sequence[tuple[Post, PageMove]], layers: frozenset[LayerId], listed: ArmedCopies) -> None:
-        """Plan a copy for these posts of one room, and let the engine's thread launch it once ``layers`` are final."""
-        posts, moves = [post for post, _ in begun], [move for _, move in begun]
-        bells = _bells(posts)
-        launch: Launch = partial(self._kernels.copy, moves, bells=bells)
-        drop = _nothing
-        try:
-            prepared = None if self._arming is None else self._arming.prepare_copy(moves, bells)
-        except Exception as exc:
-            self._end(posts, exc)
-            return
-        if prepared is not None:
-            launch, drop = prepared.launch, prepared.drop
-        armed = Armed(layers, launch)
-        for post in posts:
-            post.copying = True
-        self.armed.append(ArmedCopy(armed, posts[0].room, moves, posts, listed, drop))
-        listed.add(armed)
-
-    def review(self, rooms: Container[PrefillRoom]) -> None:
-        """Take in what the engine's thread has launched. In ``rooms``, where something changed, act on what is armed.
-
-        It is dropped where the room has failed or has no pages any more. It is launched where its rows are final: the
-        engine's thread has left it to this one.
-        """
-        for one in list(self.armed):
-            if one.armed.launched is None and one.room in rooms:
-                self._take(one)
-            if one.armed.launched is not None:
-                self._remove(one)
-                self._launched(one.moves, one.posts, one.armed.launched)
-                one.armed.settle()
-
-    def _take(self, one: ArmedCopy) -> None:
-        machine, segment = one.room.machine, one.posts[0].transfer.segment
-        readiness = Readiness.WITHDRAWN if machine.error is not None else machine.rows.readiness(segment)
-        if readiness is Readiness.READY:
-            one.armed.launch(one.room.ready_events.before(segment), self._clock)
-        elif readiness is Readiness.WITHDRAWN and one.armed.take():
-            self._remove(one)
-            one.drop()
-            for post in one.posts:
-                post.copying = False
-                self._writes.disarmed(post)
-
-    def _remove(self, one: ArmedCopy) -> None:
-        self.armed.remove(one)
-        one.listed.remove(one.armed)
+        self.running.append(one)
 
     def look(self) -> None:
         """Take in the copies that have ended since the last look."""
@@ -164,7 +99,7 @@ class PageCopies:
                 if one.after is not None and one.after.query():
                     one.after = None
                     self._cross(one.posts, self._clock())
-                if not one.event.query():
+                if not one.over():
                     continue
             except Exception as exc:
                 self.running.remove(one)
@@ -179,7 +114,7 @@ class PageCopies:
         """Take in the copies that failed and are proved to have ended."""
         for one in list(self.failed):
             try:
-                if not one.event.query():
+                if not one.over():
                     continue
             except Exception:
                 continue  # Its rooms have failed with the first such error; their pages stay held.
@@ -193,14 +128,9 @@ class PageCopies:
         for post in one.posts:
             post.copying = False
 
-    def posts(self) -> Iterator[Sequence[Post]]:
-        """Of each copy that is armed or may still run."""
-        yield from (one.posts for one in (*self.running, *self.failed))
-        yield from (one.posts for one in self.armed)
-
     def check_integrity(self) -> None:
-        """Raise AssertionError unless exactly the posts of copies that are armed or may still run count as such."""
-        copying = {post for posts in self.posts() for post in posts}
+        """Raise AssertionError unless exactly the posts of copies that may still run count as such."""
+        copying = {post for one in (*self.running, *self.failed) for post in one.posts}
         assert copying == {post for posts in self._writes.of_room.values() for post in posts if post.copying}, copying
 
     def _cross(self, posts: Sequence[Post], at: float) -> None:
@@ -211,11 +141,3 @@ class PageCopies:
         for post in posts:
             post.error = post.error or error
             self._writes.end(post)
-
-
-def _bells(posts: Sequence[Post]) -> Sequence[Bell]:
-    return [post.bell for post in posts if post.bell is not None]
-
-
-def _nothing() -> None:
-    """Nothing was prepared."""

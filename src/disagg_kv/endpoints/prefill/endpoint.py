@@ -29,7 +29,6 @@ from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
 from ..peers.mapping import check_mapping
 from ..staging_memory import exposable, new_staging, ready_kernels, staging_slots
-from .armed import EngineLaunches
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
@@ -132,8 +131,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
                 return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 
             super().__init__(parts, me, side)
-        launches = EngineLaunches(movers, self._loop.clock)
-        self._commands = PostedCommands(self.driver, self._side, launches)
+        self._commands = PostedCommands(self.driver, self._side)
 
     def open(
         self,

@@ -27,17 +27,13 @@ from ...planning import Batch
 from ..cached_prefix import after
 from ..handle import HostEvent, RoomHandle, check_states, check_tables, joined
 from ..loop.admission import Admission
-from .armed import ArmedCopies
 
 Act = Callable[[SendRoom, float], list[Effect]]
 
 
 @frozen
 class SubmittedChunk:
-    """Rows of a room that the engine submitted by one call; ``call_id`` counts the calls. See :class:`Rows`.
-
-    ``armed`` are the copies of them that are planned before they are final.
-    """
+    """Rows of a room that the engine submitted by one call; ``call_id`` counts the calls. See :class:`Rows`."""
 
     key: RoomKey
     call_id: int
@@ -45,7 +41,6 @@ class SubmittedChunk:
     stop: int
     tables: Mapping[GroupId, PageTable]
     batch: Batch
-    armed: ArmedCopies
 
 
 class PrefillCommands(Protocol):
@@ -68,13 +63,6 @@ class PrefillCommands(Protocol):
         self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None
     ) -> None:
         """These layers (None: all) of submitted rows are final once ``ready`` has happened; does not wake the loop."""
-        ...
-
-    def launch(self, submitted: Sequence[SubmittedChunk], events: Mapping[LayerId, Event | None]) -> bool:
-        """Launch on this thread what is armed and final, after the ``events`` of final layers; True: something was.
-
-        The endpoint has to be woken then.
-        """
         ...
 
     def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
@@ -174,9 +162,7 @@ class DeliveryHandle(RoomHandle):
             self._stop = stop
             self._edges.append(stop)
         self._turns += 1
-        life = self._withdrawals
-        armed = ArmedCopies(lambda: life != self._withdrawals)
-        return SubmittedChunk(self._key, self._turns, start, stop, tables, batch or Batch(), armed)
+        return SubmittedChunk(self._key, self._turns, start, stop, tables, batch or Batch())
 
     def _open_rows(self, stop: int, tables: Mapping[GroupId, PageTable]) -> Mapping[GroupId, PageTable]:
         """Of tables that end at ``stop``, the pages of the chunk that is not complete yet."""
@@ -308,7 +294,6 @@ class ForwardPass:
         self._traced = traced
         self._seen: set[LayerId] = set()
         self._ready: list[tuple[set[LayerId], Event | None]] = []
-        self._final: dict[LayerId, Event | None] = {}
         self._unmarked: set[LayerId] = set()
         self._mark: Mark | None = None
         self._last: Event | None = None
@@ -349,7 +334,8 @@ class ForwardPass:
         """Post the layers that are final. An event is created only if it may complete a group, or for a trace."""
         if callable(ready) and (self._traced or not self._cuts.decided or self._cuts.completes(layer, self._seen)):
             self._set_mark(ready)
-        if self._flush() or (self._traced and ready is not None) or self._cuts.completes(layer, self._seen):
+        self._flush()
+        if (self._traced and ready is not None) or self._cuts.completes(layer, self._seen):
             self._commands.wake()
 
     def close(self, ready: Event | None = None) -> None:
@@ -377,18 +363,15 @@ class ForwardPass:
         self._add(self._unmarked, arguments.event(event, "ready: what the function made"))
         self._unmarked = set()
 
-    def _flush(self) -> bool:
-        """Launch what is armed, then post the layers that are final; True: something was launched."""
-        launched = self._commands.launch(self._handed, self._final)
+    def _flush(self) -> None:
+        """Post the layers that are final."""
         for layers, event in self._ready:
             self._commands.final(self._handed, layers, event)
         self._ready.clear()
-        return launched
 
     def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:
         """Layers often share an event: one look at it serves all of them."""
         self._last = self._last if ready is None else ready
-        self._final.update(dict.fromkeys(layers, ready))
         for known, event in self._ready:
             if event is ready:
                 known.update(layers)

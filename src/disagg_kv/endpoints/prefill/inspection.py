@@ -23,8 +23,7 @@ class TransferInspection:
     Args:
         pending: transfers that have not begun.
         gathers: those that have been launched and may still run.
-        copies: those into mapped pages that are armed or may still run.
-        unarmed: rooms with copies that are still to be armed.
+        copies: those into mapped pages that may still run.
         posts: writes that may still read memory, by their tickets.
         slots: the staging memory, and which write pins which slot.
         prepared: gathers that are planned or prepared before their rows are final.
@@ -33,7 +32,6 @@ class TransferInspection:
     pending: Sized
     gathers: Sized
     copies: PageCopies
-    unarmed: Sized
     posts: Mapping[Ticket, Post]
     slots: StagingSlots[Post]
     prepared: PreparedGathers

@@ -12,7 +12,6 @@ from ...trace import Span
 from ...transports.bells import AUX_BYTES, Record
 from ..handle import HostEvent
 from ..loop.event_loop import EventLoop
-from .armed import ArmedCopies
 from .handle import DeliveryHandle, LayerGroups
 from .ready_events import ReadyEvents
 from .routes import Route
@@ -31,7 +30,6 @@ class PrefillRoom:
     withdrawn: list[HostEvent] = field(factory=list)
     ready_events: ReadyEvents = field(factory=ReadyEvents)
     passes: dict[int, LayerGroups] = field(factory=dict)
-    armed: dict[int, ArmedCopies] = field(factory=dict)
 
     def account(self, now: float) -> None:
         """Say what the room has cost so far, and that pages that were taken away are not read any more."""

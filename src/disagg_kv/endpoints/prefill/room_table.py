@@ -77,8 +77,6 @@ class PrefillRooms:
         for one in submitted:
             self._add(one, ready=False)
             room = self._rooms.get(one.key)
-            if room is not None:
-                room.armed[one.call_id] = one.armed
             if room is not None and one.batch.layered:
                 room.passes[one.call_id] = cuts
                 self._cut(room, cuts)
@@ -132,7 +130,6 @@ class PrefillRooms:
             room = self._rooms.get(one.key)
             if room is not None:
                 room.passes.pop(one.call_id, None)
-                room.armed.pop(one.call_id, None)
         self._passes.closed(submitted, ready, said, partial(self.broken, [one.key for one in submitted]))
 
     def _gated(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
@@ -169,11 +166,8 @@ class PrefillRooms:
             fired.set()
             return
         room.withdrawn.append(fired)
-        room.armed.clear()
         self.transfers.unprepare(room)
         self._apply(room, room.machine.withdraw(self._loop.now))
-        # At once: the rows may be given again by the next command.
-        self._advance(self.transfers.review)
 
     # What the machines ask for, and what came of it.
 
@@ -213,7 +207,6 @@ class PrefillRooms:
                     self.transfers.granted(room, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
-        self.transfers.changed(room)
         self._publish(room)
         # May be decided, and reported to the engine, at once: not before everything else has been done.
         for vote in votes:

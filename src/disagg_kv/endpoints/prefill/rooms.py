@@ -280,8 +280,6 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         if not self._loop.may_copy(self.transfers.queues):
             return True
         budget = self._loop.budget()
-        if self.transfers.armed:
-            self._advance(self.transfers.review)
         if self.transfers.waits:
             self._advance(self.transfers.look)
             self._take_ends()
@@ -296,9 +294,6 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         if self.transfers.prepared.gathers.waiting:
             self._loop.flush()
             moving |= self.transfers.prepared.work()
-        if self.transfers.to_arm:
-            self._loop.flush()
-            moving |= self._advance(self.transfers.arm)
         return moving or waiting
 
     def _take_ends(self) -> None:

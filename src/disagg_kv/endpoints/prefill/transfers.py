@@ -12,7 +12,6 @@ final, or will be at an event that a GPU waits for, and once it has its place at
     add -> pending ----------------------> post -> tickets end -> outcome       (straight from page to page)
     add -> pending -------------------------------------------> outcome       (pulled: decode reads our pages)
     add -> pending -> copy into the peer's mapped pages --------> outcome       (mapped)
-    granted -> arm -> copied by the engine's thread ------------> outcome       (mapped, announced before it is final)
 
 Calls go one way. The endpoint's side calls ``look`` and ``start`` in each step of its loop, and ``writes.on_ticket``
 for each report of the transport. None of them calls the side. What the side has to know waits until it takes it
@@ -43,10 +42,10 @@ from attrs import define, frozen
 from ...core import Transfer, Verify, WriteFailed, verified
 from ...core.room.machine import ours
 from ...core.wire.frames import WireOffer
-from ...ids import Epoch, LayerId, RegionId, room_name
+from ...ids import Epoch, RegionId, room_name
 from ...kernels import Kernels, Move, PageMove, Pages, SupportsStreams
 from ...memory import Buffer, Event, parts
-from ...planning import PageCopy, Segment, StagedLayout, Writes
+from ...planning import PageCopy, StagedLayout, Writes
 from ...strategies import Tables, pulls_pages
 from ..checksums import PendingChecksums, layer_sums
 from ..loop.budget import Budget
@@ -150,8 +149,6 @@ class TransferQueue:
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
         self._waiting = False
-        self._unarmed: dict[PrefillRoom, dict[tuple[Epoch, Segment], Transfer]] = {}
-        self._changed: dict[PrefillRoom, None] = {}
         self.prepared = PreparedGathers(loop, kernels, staging, slot_bytes, router.plan)
 
     @property
@@ -168,8 +165,7 @@ class TransferQueue:
     def active(self) -> bool:
         """Whether there is anything to do, to prepare or to take."""
         writes, prepared, moving = self.writes, self.prepared.gathers, self._gathering or self._copies.running
-        ahead = prepared.waiting or self._unarmed or self._copies.armed
-        return bool(self._queue or writes.posts or moving or self._summing or writes.outcomes or ahead)
+        return bool(self._queue or writes.posts or moving or self._summing or writes.outcomes or prepared.waiting)
 
     @property
     def pending(self) -> bool:
@@ -179,69 +175,24 @@ class TransferQueue:
     def inspect(self) -> TransferInspection:
         """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
         writes, copies = self.writes.posts, self._copies
-        gathers, unarmed = self._gathering, self._unarmed
-        return TransferInspection(self._queue, gathers, copies, unarmed, writes, self._slots, self.prepared)
+        return TransferInspection(self._queue, self._gathering, copies, writes, self._slots, self.prepared)
 
     def add(self, room: PrefillRoom, transfer: Transfer) -> None:
         """Order a transfer; one that is pending already is replaced."""
         self._queue.add(room, transfer)
 
     def granted(self, room: PrefillRoom, transfer: Transfer) -> None:
-        """A transfer has its place, and not its rows: prepare or arm it; one that is prepared already is replaced."""
-        if room.routes[transfer.to].mapped is not None and self._streams is not None:
-            self._unarmed.setdefault(room, {})[transfer.to, transfer.segment] = transfer
-        elif transfer.offset is not None:
-            self.prepared.add(room, transfer)
+        """A transfer has its place, and not its rows: prepare it; one that is prepared already is replaced."""
+        self.prepared.add(room, transfer)
 
     def unprepare(self, room: PrefillRoom) -> None:
         """Drop what is prepared for pages that are taken away, or for a room that has failed or ended."""
         self.prepared.forget(room)
-        self._unarmed.pop(room, None)
 
     def forget(self, room: PrefillRoom) -> None:
         """Drop what is pending for a room that has ended."""
         self._queue.forget(room)
         self.unprepare(room)
-
-    def changed(self, room: PrefillRoom) -> None:
-        """More rows of the room may be final, or it may have lost its pages, or have failed."""
-        if self._copies.armed:
-            self._changed[room] = None
-
-    def review(self) -> None:
-        """Act on armed copies: on those that the engine's thread has launched, and on those of changed rooms."""
-        changed, self._changed = self._changed, {}
-        self._copies.review(changed)
-
-    @property
-    def armed(self) -> bool:
-        """Whether there are armed copies, or some that the engine's thread has launched since the last review."""
-        return bool(self._copies.armed)
-
-    @property
-    def to_arm(self) -> bool:
-        """Whether copies wait to be armed."""
-        return bool(self._unarmed)
-
-    def arm(self) -> bool:
-        """Arm the copies of one room; True: those of others wait.
-
-        One launch is for all that becomes final together: layers of the rows of one forward pass, for all destinations.
-        Transfers whose rows are compared are not armed: their checksums are computed behind the same event.
-        """
-        room = next(iter(self._unarmed))
-        together: dict[tuple[int, frozenset[LayerId]], list[Transfer]] = {}
-        for (to, segment), transfer in self._unarmed.pop(room).items():
-            compared = verified(room.key.room, segment, self._verify, room.routes[to].verify)
-            if not compared and not segment.state and room.machine.flows[to].awaits(transfer):
-                call = room.machine.rows.only_call(segment)
-                if call in room.armed:
-                    together.setdefault((call, room.machine.rows.awaited(segment.layers)), []).append(transfer)
-        for (call, layers), transfers in together.items():
-            begun = self._begin_moves(room, transfers, ahead=True)
-            if begun:
-                self._copies.arm([one for one, _ in begun], layers, room.armed[call])
-        return bool(self._unarmed)
 
     def look(self) -> None:
         """Go on with gathers, copies and checksums that have ended since the last look."""
@@ -308,19 +259,14 @@ class TransferQueue:
         except Exception:
             return False  # it raises again when the endpoint asks it: then its rooms fail with the reason
 
-    def _begin(
-        self, room: PrefillRoom, transfer: Transfer, planned: Planned | None, *, ahead: bool = False
-    ) -> TransferSpec | None:
-        """Begin a transfer: it reads and writes from now on, or ``ahead`` of its rows whenever the engine says.
-
-        None: it is void, or it cannot be planned.
-        """
-        if not room.machine.flows[transfer.to].begin(transfer, ahead=ahead):
+    def _begin(self, room: PrefillRoom, transfer: Transfer, planned: Planned | None) -> TransferSpec | None:
+        """Begin a transfer: it reads and writes from now on. None: it is void, or it cannot be planned."""
+        if not room.machine.flows[transfer.to].begin(transfer):
             return None
         after = room.ready_events.before(transfer.segment)
         route = room.routes[transfer.to]
         # What is offered crosses at a time that this side does not see.
-        queued = ahead or after is not None or pulls_pages(route.path)
+        queued = after is not None or pulls_pages(route.path)
         self._throughput.began((room.key, transfer.to, transfer.segment), route.lane.name, queued=queued)
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
@@ -393,12 +339,12 @@ class TransferQueue:
             self._copies.launch([one for one, _ in begun], begun[-1][1])
 
     def _begin_moves(
-        self, room: PrefillRoom, transfers: Sequence[Transfer], *, ahead: bool = False
+        self, room: PrefillRoom, transfers: Sequence[Transfer]
     ) -> list[tuple[tuple[Post, PageMove], Event | None]]:
         """Begin transfers that one launch carries; each with what it comes after."""
         begun: list[tuple[tuple[Post, PageMove], Event | None]] = []
         for transfer in transfers:
-            spec = self._begin(room, transfer, None, ahead=ahead)
+            spec = self._begin(room, transfer, None)
             if spec is None:
                 continue
             assert isinstance(spec.plan, PageCopy)

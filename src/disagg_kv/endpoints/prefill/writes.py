@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from attrs import define, field, frozen
 
-from ...core import Disarmed, Quiet, RoomKey, Transfer, WriteFailed, Wrote
+from ...core import Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ...core.wire.frames import WireOffer
 from ...errors import PeerLostError
 from ...ids import Epoch, Ticket, peer_name
@@ -36,7 +36,7 @@ class Moved:
 
     room: PrefillRoom
     to: Epoch
-    event: Wrote | WriteFailed | Quiet | Disarmed
+    event: Wrote | WriteFailed | Quiet
 
 
 @frozen
@@ -64,7 +64,7 @@ class Post:
     An ``offer`` is a post of which nothing moves here: its end says that its rows are final.
 
     Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``. ``copying``: a
-    kernel may still read and write, or is armed to do so. ``bell``: what the kernel's device rings behind it.
+    kernel may still read and write. ``bell``: what the kernel's device rings behind it.
     """
 
     room: PrefillRoom
@@ -146,7 +146,7 @@ class PostedWrites:
         """Keep an outcome: an event of a room raised."""
         self.outcomes.append(Broken(room, error))
 
-    def moved(self, room: PrefillRoom, to: Epoch, event: Wrote | WriteFailed | Quiet | Disarmed) -> None:
+    def moved(self, room: PrefillRoom, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
         """Keep an outcome: how a transfer went."""
         if not isinstance(event, Quiet):
             nbytes = 0
@@ -264,11 +264,6 @@ class PostedWrites:
         """What failed before it was quiet is quiet at last."""
         self._unpin(post)
         self.moved(post.room, post.transfer.to, Quiet(post.transfer.segment))
-
-    def disarmed(self, post: Post) -> None:
-        """What was armed is not launched."""
-        self._unpin(post)
-        self.moved(post.room, post.transfer.to, Disarmed(post.transfer.segment))
 
     def _unpin(self, post: Post) -> None:
         posts = self.of_room[post.room]
