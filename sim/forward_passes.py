@@ -36,7 +36,8 @@ class ForwardPasses:
         self._node = node
         self._at_once = at_once
         self._free = node.split.world == 1 or schedule is None or schedule.fixed is not None
-        self._together = self._free or survives(world.scenario.faults)
+        succeed = survives(world.scenario.faults) and not any(one.unmet for one in world.scenario.requests)
+        self._together = self._free or succeed
         self._listed = world.passes.setdefault(node.instance, [])
         self._next_listed = 0
         self._waiting: list[tuple[Entry, int]] = []

@@ -39,7 +39,7 @@ SOON_S = 8.0
 
 def _stops_polling() -> None:
     with TemporaryDirectory() as folder:
-        driver.stops_polling("unix", Path(folder), range(12), SOON_S)
+        driver.stops_polling("unix", Path(folder), range(60), SOON_S)
 
 
 def _polls_alone() -> None:

@@ -38,7 +38,7 @@ class Ready(Generic[C, L]):
 
 
 class PreparedLaunches(Generic[K, W, C, L]):
-    """Runs on the endpoint's thread only.
+    """Runs on the thread that advances.
 
     ``waiting`` has what is to be prepared, by key, the oldest first. ``ready`` has what is prepared.
 

@@ -20,7 +20,7 @@ log = logging.getLogger("disagg_kv")
 
 
 class PendingExpectations:
-    """Rooms that await rows, until prefill may be asked. Runs on the endpoint's thread only.
+    """Rooms that await rows, until prefill may be asked. Runs on the thread that advances.
 
     Where pages are exposed, or held ones compared, that is once the engine's event for them has happened. Held pages
     are compared after it, in a check of their own.

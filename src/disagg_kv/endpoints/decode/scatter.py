@@ -67,7 +67,7 @@ class _PreparedScatter:
 
 
 class ScatterQueue:
-    """Runs on the endpoint's thread only.
+    """Runs on the thread that advances.
 
     A segment is prepared when its parts' places are known, one in a step and after all that is urgent. A prepared
     launch belongs to the segment's lease: the side calls :meth:`drop` when that ends.

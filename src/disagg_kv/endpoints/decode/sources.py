@@ -22,7 +22,7 @@ from .room import DecodeRoom
 
 
 class PullSources:
-    """Runs on the endpoint's thread only.
+    """Runs on the thread that advances.
 
     Args:
         loop: the endpoint's: its paths, and the connections that map.

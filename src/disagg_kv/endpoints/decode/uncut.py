@@ -27,7 +27,7 @@ CUT_S = 60.0
 
 
 class UncutRooms:
-    """Runs on the endpoint's thread only."""
+    """Runs on the thread that advances."""
 
     def __init__(self) -> None:
         self._unstaged: dict[Epoch, tuple[Generation, bool]] = {}

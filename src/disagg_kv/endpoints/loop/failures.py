@@ -24,7 +24,7 @@ class Broken(BaseException):
 
 
 class Failures:
-    """Runs on the endpoint's thread only.
+    """Runs on the thread that advances.
 
     Args:
         name: of the endpoint.

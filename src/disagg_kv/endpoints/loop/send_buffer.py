@@ -22,7 +22,7 @@ class _Unflushed:
 
 
 class SendBuffer:
-    """Runs on the endpoint's thread only. It raises nothing: what is said may be half of what an event leads to.
+    """Runs on the thread that advances. It raises nothing: what is said may be half of what an event leads to.
 
     Args:
         channel: takes the frames; where it takes one at a time, each is handed over when it is said.

@@ -15,13 +15,13 @@ class UsedPeers:
 
     def __init__(self, peers: PeerTable) -> None:
         self._peers = peers
-        self._of: dict[RoomKey, set[Epoch]] = {}
+        self._of: dict[RoomKey, dict[Epoch, None]] = {}  # in the order of first use: links are dropped in that order
 
     def use(self, peer: Epoch, room: RoomKey, now: float) -> None:
         """The room uses the peer until it is over."""
-        used = self._of.setdefault(room, set())
+        used = self._of.setdefault(room, {})
         if peer not in used:
-            used.add(peer)
+            used[peer] = None
             self._peers.use(peer, now)
 
     def forget(self, room: RoomKey) -> None:

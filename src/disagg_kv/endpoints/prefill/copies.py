@@ -43,7 +43,7 @@ class Copying:
 
 
 class PageCopies:
-    """Runs on the endpoint's thread only.
+    """Runs on the thread that advances.
 
     ``running`` are the launches that may still run, ``failed`` those of them whose event raised.
 

@@ -67,7 +67,7 @@ _Members = list[tuple[Transfer, int]]
 
 
 class PreparedGathers:
-    """Runs on the endpoint's thread only. A room whose pages are taken away is forgotten: a grant may outlive them.
+    """Runs on the thread that advances. A room whose pages are taken away is forgotten: a grant may outlive them.
 
     Only kernels that prepare are worth it: others copy for longer than planning takes. One transfer is planned in a
     step: an engine may be launching its own kernels meanwhile, and holds the same interpreter. With the last

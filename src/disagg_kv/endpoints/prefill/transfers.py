@@ -109,7 +109,7 @@ class _Gathering:
 
 
 class TransferQueue:
-    """Transfers in, writes out. Runs on the endpoint's thread only.
+    """Transfers in, writes out. Runs on the thread that advances.
 
     Args:
         loop: the endpoint's: its transport, peers, clock and observer.

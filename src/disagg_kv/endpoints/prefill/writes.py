@@ -91,7 +91,7 @@ class Post:
 
 
 class PostedWrites:
-    """Runs on the endpoint's thread only.
+    """Runs on the thread that advances.
 
     ``posts`` has the post of each ticket that is not quiet, ``of_room`` the posts of a room that may still read,
     ``outcomes`` what the side has not taken yet, the oldest first.
