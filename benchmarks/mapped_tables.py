@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 
 from benchmarks.tables import Found, table
 
@@ -81,28 +82,34 @@ def gpu_proof(found: Found) -> str:
     return f"{table([head, *rows])}\n\n{said}\n\n{last}"
 
 
-def gpu_busy(found: Found) -> str:
-    """Both paths with engine threads that wait, and with ones that run Python; of several commits."""
-    head = [
-        "commit, engine threads",
-        "staged, us",
-        "mapped, us",
-        "staged / mapped",
-        "mapped, p95, us",
-        "plain copy, us",
-    ]
-    rows = (
-        [
-            f"`{row['commit'][:12]}`, {'busy' if row['busy'] else 'waiting'}",
-            f"{row['staged_p50_us']:,.0f}",
-            f"{row['mapped_p50_us']:,.0f}",
-            f"{row['staged_p50_us'] / row['mapped_p50_us']:.2f}",
-            f"{row['mapped_p95_us']:,.0f}",
-            f"{row['copy_us']:,.0f}",
-        ]
-        for row in found["rows"]
-    )
-    return table([head, *rows])
+def gpu_advance(found: Found) -> str:
+    """Until decode's engine sees its room released: by a thread that has to wake, and by the engine's own calls."""
+    cases: dict[tuple[str, str, str, int], dict[bool, list[Found]]] = {}
+    for case in found["cases"]:
+        now = case["commit"] != found["before"]
+        key = case["transport"], case["strategy"], case["tp"], case["bytes"]
+        cases.setdefault(key, {}).setdefault(case["busy"], []).append({**case, "now": now})
+
+    def cell(of: list[Found], *, now: bool) -> str:
+        some = [case for case in of if case["now"] is now]
+        times = " and ".join(f"{case['total_us']:,.0f}" for case in some)
+        return f"{times} ({max(case['total_p95_us'] for case in some):,.0f})" if some else ""
+
+    def rows() -> Iterator[list[str]]:
+        for (transport, strategy, tp, nbytes), modes in cases.items():
+            some = [cell(modes.get(busy, []), now=now) for busy in (False, True) for now in (False, True)]
+            copy = median(case["copies_us"] for of in modes.values() for case in of)
+            yield [f"{strategy}, `{transport}`, TP {tp}, {nbytes >> 20:,} MiB", f"{copy:,.0f}", *some]
+
+    head = ["us, p50 of each round (largest p95)", "plain copy", "waiting, before", "waiting", "busy, before", "busy"]
+
+    def calls(*, now: bool) -> str:
+        us = [case["call_us"] for case in found["cases"] if (case["commit"] != found["before"]) is now]
+        return f"{min(us):,.0f} to {max(us):,.0f}"
+
+    said = f"20 repeats a round. Before: commit `{found['before'][:12]}`. The engine's call that closes the "
+    said += f"forward pass takes {calls(now=True)} us (p50), as it begins the copy; before {calls(now=False)} us."
+    return f"{said}\n\n{table([head, *rows()])}"
 
 
 def gpu_launch(found: Found) -> str:

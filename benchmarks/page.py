@@ -16,11 +16,11 @@ from statistics import median
 
 from benchmarks.convert_tables import converted
 from benchmarks.engine_tables import sglang, vllm
-from benchmarks.engines_gpu.tables import headline, whole
+from benchmarks.engines_gpu.tables import headline, ratios, whole
 from benchmarks.fleet_tables import fleet, links, scale
 from benchmarks.mapped_tables import (
     bells,
-    gpu_busy,
+    gpu_advance,
     gpu_instead,
     gpu_launch,
     gpu_mapped,
@@ -597,7 +597,8 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_instead.json": gpu_instead,
     "h100_mapped_proof.json": gpu_proof,
     "cpu_bells.json": bells,
-    "h100_busy.json": gpu_busy,
+    "h100_advance.json": gpu_advance,
+    "h100_engines_advance.json": ratios,
     "h100_launch.json": gpu_launch,
     "h200_engines.json": whole,
     "h200_engines.json, headline": headline,

@@ -54,6 +54,11 @@ def of_run(run: Found) -> str:
     return "\n\n".join(parts)
 
 
+def ratios(found: Found) -> str:
+    """Of each run, ours over the peers'."""
+    return "\n\n".join(f"Blocks of {run['block']} tokens:\n\n{table(_ratios(run))}" for run in runs(found))
+
+
 def _samples(run: Found) -> Iterator[int]:
     return (one["samples"] for one in run["singles"])
 
