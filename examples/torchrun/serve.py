@@ -28,6 +28,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from disagg_kv import (
     DecodeEndpoint,
     Expectation,
+    Options,
     PagedPool,
     PageTable,
     Phase,
@@ -161,13 +162,14 @@ def prefill(rank: Rank) -> None:
 def decode(rank: Rank) -> bool:
     """Take each cache and answer; whether all tokens are those of the whole model."""
     good = True
-    endpoint = DecodeEndpoint(**rank.parts)
+    # Prefill may take longer to start: until it is found, its requests wait for that long.
+    endpoint = DecodeEndpoint(**rank.parts, options=Options(silence_s=120.0))
     rank.opened(endpoint)
     model, whole = load_model(rank.folder, rank.ranks), load_model(rank.folder, 1)
     for request in range(rank.given.requests):
         ids = prompt(request)
         tokens, table = ids.shape[1], rank.pages(ids.shape[1])
-        reception = endpoint.open(room_id(f"request-{request}"), Source("prefill"), silence_s=120.0)
+        reception = endpoint.open(room_id(f"request-{request}"), Source("prefill"))
         reception.expect(Expectation(tokens, [table], aux=0))
         until(lambda handle=reception: handle.released, reception)  # type: ignore[misc]
         answer = [int.from_bytes(rank.pool.read_aux(0)[:4], "little")]
