@@ -27,9 +27,8 @@ class Span:
     Args:
         name: ``pass`` (a forward pass, from its announcement until it is closed), ``compute`` (layers of a pass),
             ``groups`` (their division into groups), ``queue`` (on decode, from a segment's first request for staging
-            memory until its grant), ``gather``, ``wire``, ``scatter``, ``pull`` (on decode, of the rows of one prefill
-            rank), or ``room`` (from ``open`` until the endpoint forgets the room; its labels are ``outcome``,
-            ``error``, ``path`` and ``segments``).
+            memory until its grant), ``gather``, ``wire``, ``scatter``, or ``room`` (from ``open`` until the endpoint
+            forgets the room; its labels are ``outcome``, ``error``, ``path`` and ``segments``).
         room: the room.
         start: seconds of the endpoint's clock.
         stop: seconds of the endpoint's clock.

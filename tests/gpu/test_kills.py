@@ -35,7 +35,7 @@ def rounds(path: str, folder: Path) -> dict[str, int]:
         cluster.stop()
 
 
-@pytest.mark.parametrize("path", ["mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["mapped"])
 def test_survivors_of_kills_have_no_wrong_byte_and_a_sound_context(path: str, tmp_path: Path) -> None:
     """What reports success is right, survivors serve the next request, and nothing is written to free pages."""
     with ThreadPoolExecutor(PAIRS) as threads:

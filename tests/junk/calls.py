@@ -159,7 +159,7 @@ def plain(name: str, function: Callable[..., object], good: dict[str, object], /
 ENDPOINT = {
     "pool": "thing", "transport": "thing or none", "channel": "thing", "rendezvous": "thing", "instance": "name",
     "rank": "count", "shards": "things or none", "strategy": "thing", "verify": "thing", "options": "thing or none",
-    "kernels": "thing or none", "observer": "thing or none", "environment": "thing or none", "waits_for_peers": "flag",
+    "kernels": "thing or none", "observer": "thing or none", "environment": "thing or none",
 }  # fmt: skip
 
 
@@ -172,7 +172,6 @@ def _endpoint(bench: Bench) -> dict[str, object]:
         "channel": InprocChannel(bench.rig.hub, number.decode()), "rendezvous": StaticRendezvous(), "instance": "X",
         "rank": 0, "shards": None, "strategy": "auto", "verify": "off", "options": Options(), "kernels": None,
         "observer": None, "environment": Environment(clock=bench.rig.clock, thread=False, engine=False),
-        "waits_for_peers": True,
     }  # fmt: skip
 
 
@@ -183,10 +182,10 @@ def _prefill(bench: Bench) -> Ready:
     return endpoints.PrefillEndpoint, {**_endpoint(bench), **more}
 
 
-@covers("DecodeEndpoint.__init__", **ENDPOINT, ring_bytes="count or none", allocator="function",
-        scatter_bytes_per_s="number or none")  # fmt: skip
+@covers("DecodeEndpoint.__init__", **ENDPOINT, waits_for_peers="flag", ring_bytes="count or none",
+        allocator="function", scatter_bytes_per_s="number or none")  # fmt: skip
 def _decode(bench: Bench) -> Ready:
-    more = {"ring_bytes": 4096, "allocator": RingStagingAllocator}
+    more = {"waits_for_peers": True, "ring_bytes": 4096, "allocator": RingStagingAllocator}
     more |= {"scatter_bytes_per_s": None}
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
 

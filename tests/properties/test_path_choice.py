@@ -13,12 +13,12 @@ from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Epoch, Rank
 from disagg_kv.planning import CostModel, Intake, Limits, MeasuredRates, PairPlan, RowRange
 from disagg_kv.planning.cost import rounded
-from disagg_kv.strategies import Job, auto_paths, copies_pages, maps_pages, pulls_pages
+from disagg_kv.strategies import Job, auto_paths, maps_pages
 from disagg_kv.strategies.explain import estimated
 from tests.support.worlds import build_site
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
-PATHS = auto_paths(pulls=True)
+PATHS = auto_paths()
 NAMES = [path.name for path in PATHS]
 KNOWN = [(path.name, path.version) for path in PATHS]
 
@@ -57,7 +57,7 @@ def able(request: PathRequest) -> list[str]:
     for path in PATHS:
         can = path.name in request.allowed and (request.exposed or not path.exposes_pages)
         can &= request.unmapped is None or not maps_pages(path)
-        can &= path.exposes_pages or pulls_pages(path) or request.limits.slot_bytes > 16
+        can &= path.exposes_pages or request.limits.slot_bytes > 16
         if can and path.refuse(request.pair) is None:
             found.append(path.name)
     return found
@@ -84,7 +84,7 @@ def test_the_choice_is_the_cheapest_path_that_can(request: PathRequest, model: C
             seconds[one.name] = estimated(one, model, count, nbytes, len(segments)).seconds
     assert seconds[path.name] == min(seconds.values())
     assert choose_path("auto", PATHS, request, model) == (path, reason)
-    used = model.measured.copies if copies_pages(path) else model.measured.writes
+    used = model.measured.copies if maps_pages(path) else model.measured.writes
     assert ("as measured" in reason.split("; ")[0]) is (used is not None)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_kv.errors import OversizeError
 from disagg_kv.ids import GroupId, Rank
-from disagg_kv.planning import UNLIMITED, Intake, Limits, PartView, Segment
+from disagg_kv.planning import Intake, Limits, PartView, Segment
 from tests.support import oracle
 from tests.support.worlds import ORDERS, Order, World, build_site, build_table, worlds
 
@@ -50,20 +49,6 @@ def test_a_cut_tiles_its_rectangle_within_its_limits(
 
 def _ends(segment: Segment) -> tuple[int, int]:
     return segment.first, segment.last
-
-
-@given(worlds(), st.integers(0, 5), st.integers(0, 70), st.integers(1, 60), st.integers(1, 9), st.integers(1, 5))
-def test_a_cut_has_segments_of_few_rows(
-    world: World, rotation: int, start: int, rows: int, most: int, page: int
-) -> None:
-    """Also where staging memory cuts nothing."""
-    for target in world.targets:
-        intake = Intake.build(world.spec, world.writers, target, rotation)
-        for stage in intake.stages:
-            cut = intake.cut(start, start + rows, stage, evolve(UNLIMITED, page_rows=page, rows=most))
-            assert [row for s in cut for row in range(s.start, s.stop)] == list(range(start, start + rows))
-            assert all(s.rows <= most and s.layers == stage for s in cut)
-            assert most < page or all(s.start % page == 0 for s in cut[1:])
 
 
 @given(worlds(), st.integers(0, 5), st.integers(0, 9), st.integers(1, 30), st.data())

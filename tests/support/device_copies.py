@@ -1,4 +1,4 @@
-"""Kernels whose copies between mapped pages are queued, and done when a test says so."""
+"""Kernels whose copies into mapped pages are queued, and done when a test says so."""
 
 from __future__ import annotations
 
@@ -93,14 +93,11 @@ class Unordered(DeviceKernels):
         return False
 
 
-def scene(
-    path: str, *, prefill_tp: int = 1, decode_tp: int = 1, options: Options | None = None
-) -> tuple[Rig, DeviceKernels, Request]:
-    """Ranks, of which those that copy have such kernels, and a request that decode awaits and prefill has open."""
-    rig, kernels = Rig(SPEC, options=options), DeviceKernels()
-    ours, theirs = (kernels, CpuKernels()) if path == "mapped" else (CpuKernels(), kernels)
-    prefills = rig.prefill(tp_shards(SPEC, prefill_tp), strategy=path, kernels=ours)
-    decodes = rig.decode(tp_shards(SPEC, decode_tp), strategy=path, kernels=theirs)
+def scene(*, prefill_tp: int = 1, decode_tp: int = 1) -> tuple[Rig, DeviceKernels, Request]:
+    """Ranks, of which those of prefill have such kernels, and a request that decode awaits and prefill has open."""
+    rig, kernels = Rig(SPEC), DeviceKernels()
+    prefills = rig.prefill(tp_shards(SPEC, prefill_tp), strategy="mapped", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, decode_tp), strategy="mapped")
     return rig, kernels, rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
 
 

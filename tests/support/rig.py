@@ -85,7 +85,6 @@ class PrefillOptions(TypedDict, total=False):
     strategy: str
     verify: Verify
     schedule: Schedule
-    waits_for_peers: bool
     uses: Collection[Feature]
     slot_bytes: int
     slots: int

@@ -62,7 +62,7 @@ class Server:
     def __init__(
         self, hub: Hub, name: str, *, prefill: bool, tp: int = 1, heads: int = 4, page: int = 4, pages: int = 40,
         latent: bool = False, budget: int = 1 << 20, strategy: str = "staged+incremental", verify: Verify = "off",
-        options: Options | None = None, model: bytes = b"model", waits: bool = False,
+        options: Options | None = None, model: bytes = b"model",
     ) -> None:  # fmt: skip
         self.name, self.tp, self.page, self.budget = name, tp, page, budget
         self.local = 1 if latent else max(1, heads // tp)
@@ -89,12 +89,12 @@ class Server:
             common: dict[str, Any] = {
                 "instance": name, "rank": rank, "shards": shards, "rendezvous": meetings[rank], "strategy": strategy,
                 "transport": transport("inproc"), "channel": InprocChannel(hub, f"{name}-{rank}"), "verify": verify,
-                "options": options, "waits_for_peers": waits,
+                "options": options,
             }  # fmt: skip
             endpoint = (
                 PrefillEndpoint(pool, slot_bytes=BYTES // 8, **common)
                 if prefill
-                else DecodeEndpoint(pool, ring_bytes=BYTES, **common)
+                else DecodeEndpoint(pool, ring_bytes=BYTES, waits_for_peers=False, **common)
             )
             self.sides.append(Side(endpoint, page))
             self.caches.append(cache)

@@ -46,9 +46,6 @@ Transport = Annotated[
 PrefillHost = Annotated[
     str, typer.Option(help="Prefill's address for decode; off 127.0.0.1 only control frames are encrypted.")
 ]
-DecodeWaits = Annotated[
-    bool, typer.Option(help="Decode's engine waits for peers before it frees pages, so that they may write into them.")
-]
 DecodeLaunch = Annotated[
     str, typer.Option(help="Words before decode's command, for another network here: 'ip netns exec b'.")
 ]
@@ -78,7 +75,6 @@ def demo(
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a decode stage.")] = 1,
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
     strategy: Annotated[str, typer.Option(help="The strategy: staged, slice, direct, auto ...")] = "staged",
-    decode_waits: DecodeWaits = True,
     transport: Transport = None,
     device: Annotated[Device, typer.Option(help="Device of models and caches; cuda: all GPUs.")] = "cpu",
     transport_module: Annotated[str | None, typer.Option(help="A module that registers the transport.")] = None,
@@ -118,7 +114,6 @@ def demo(
         decode_tp=decode_tp,
         decode_pp=decode_pp,
         strategy=strategy,
-        decode_waits=decode_waits,
         transport=transport or AUTO,
         device=device,
         transport_module=transport_module,

@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from ..errors import ConfigurationError
 from ..planning import CostModel, MeasuredRates, choose
-from ..strategies import Explanation, PairCount, copies_pages
+from ..strategies import Explanation, PairCount, maps_pages
 from ..strategies.explain import estimated
 from ..strategies.registry import auto_paths
 from ..transports import Capabilities
@@ -137,7 +137,7 @@ def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool, measur
             refusals[path.name] = pair.refused[path.name]
         elif path.exposes_pages and not exposed:
             refusals[path.name] = "decode's pages are not exposed: its pool is not the transport's own memory (--maps)"
-        elif copies_pages(path) and not lane.maps:
+        elif maps_pages(path) and not lane.maps:
             refusals[path.name] = f"transport {lane.name!r} does not map memory of peers"
         else:
             estimates.append(estimated(path, costs, pair.descriptors[path.name], pair.nbytes, pair.segments))

@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .wire.frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WireOffer, WirePace, WireTable
+from .wire.frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WirePace, WireTable
 from .wire.verify import Verify
 
 
@@ -62,8 +62,7 @@ class Options:
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
         parked: ``Expect`` frames that may wait for the engine to open their room.
         parked_pages: page ids that they may name together.
-        table_part: bytes of page tables in one frame; longer tables cross in several. Where decode pulls, it bounds the
-            rows of a segment: equal on all ranks of a prefill instance.
+        table_part: bytes of page tables in one frame; longer tables cross in several.
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
         bells: blocks of slots on a decode rank's board of bells: as many pairs of a room and a prefill rank on its host
             announce segments by bells at a time. 0: frames alone announce them.
@@ -186,15 +185,13 @@ class Introduced:
     """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
 
     ``bells``: by rank, the slots in which it may announce segments; empty: frames alone announce them.
-    ``barred``: names of the paths that cannot serve with these ranks. ``uncut``: as of ``Awaited``; of
-    the two, the one that comes last knows.
+    ``uncut``: as of ``Awaited``; of the two, the one that comes last knows.
     """
 
     writers: tuple[Epoch, ...]
     intake: Intake
     pace: WirePace | None = None
     bells: tuple[WireBells, ...] = ()
-    barred: tuple[str, ...] = ()
     uncut: bool = False
 
 
@@ -232,19 +229,6 @@ class Concluded:
 
     segments: int
     nbytes: int
-
-
-@frozen
-class Pulled:
-    """A pull ended; ``error`` None: a writer's part is in the pages, and is what was offered where that was compared.
-
-    ``quiet`` False: its kernel may still read and write; another such event follows.
-    """
-
-    segment: Segment
-    rank: Rank
-    error: Exception | None = None
-    quiet: bool = True
 
 
 @frozen
@@ -303,14 +287,10 @@ class Finished:
 
 @frozen
 class Wrote:
-    """A segment's write is complete: its bytes are visible at the target; ``sums`` and ``offer`` as in ``ChunkReady``.
-
-    With an ``offer`` nothing was written: its rows are final, and decode may read them.
-    """
+    """A segment's write is complete: its bytes are visible at the target; ``sums`` as in ``ChunkReady``."""
 
     segment: Segment
     sums: bytes | None = None
-    offer: WireOffer | None = None
 
 
 @frozen
@@ -400,16 +380,6 @@ class Scatter:
 
 
 @frozen
-class Pull:
-    """Read the part of a segment that a writer offers from its pages into ours; then compare its ``sums``."""
-
-    segment: Segment
-    rank: Rank
-    offer: WireOffer
-    sums: bytes | None
-
-
-@frozen
 class Store:
     """Put aux data where decode's engine wants them."""
 
@@ -443,7 +413,7 @@ class Granted:
 
 
 Effect = (
-    Send | Ring | RingFinal | Reserve | Free | Quarantine | Prepare | Scatter | Pull
+    Send | Ring | RingFinal | Reserve | Free | Quarantine | Prepare | Scatter
     | Store | CastVote | Transfer | Granted
 )  # fmt: skip
 

@@ -51,8 +51,8 @@ class Report:
         descriptors: writes posted.
         segments: segments acknowledged, or placed.
         seconds: time per phase. On prefill ``plan``, ``gather``, ``checksum``, ``post`` and ``wire`` (a write is in
-            flight); on decode ``scatter``, ``pull`` and ``checksum``; on both ``total``, from ``open`` until the pages
-            are released. Phases of one room overlap. A phase that took no time is not there.
+            flight); on decode ``scatter`` and ``checksum``; on both ``total``, from ``open`` until the pages are
+            released. Phases of one room overlap. A phase that took no time is not there.
         placed: on decode, the time when all rows of this rank were in its pages, in seconds of the endpoint's clock;
             None: they are not. The other ranks of the instance may still lack rows.
         ended: the time when this rank knew the outcome, in seconds of the endpoint's clock; None: it does not.
@@ -113,8 +113,7 @@ class PeerInfo:
         ring_bytes: on decode, bytes of ring leases of failed rooms that the peer may still write to. A lease that waits
             for several peers counts for each.
         page_bytes: on decode, bytes of exposed pages of failed rooms that the peer may still write to; all pages of
-            such a room count. On prefill, bytes of pages of failed rooms that the peer, or writes to it, may still
-            read.
+            such a room count. On prefill, bytes of pages of failed rooms that writes to the peer may still read.
         slot_bytes: on prefill, bytes of staging slots of failed rooms that writes to the peer may still read.
         rooms: the failed rooms that wait for evidence about the peer.
         lane: the transport over which this side reaches the peer; "": it does not, as with ranks of its own instance.

@@ -98,7 +98,7 @@ def open_endpoints(
         group: the engine's group of the tensor-parallel ranks on the CPU; not used by a single rank.
         produces: the instance prefills for others.
         consumes: the instance decodes for others.
-        waits_for_peers: the engine keeps pages until a room is released, on both sides; as for the endpoints.
+        waits_for_peers: the engine keeps pages until a room is released; as for the decode endpoint.
 
     Raises:
         ConfigurationError: an option that does not fit, or another rank has failed. What ``pool_of`` raises, too.
@@ -145,7 +145,6 @@ def _open(
     if scratch is not None:
         undo.callback(shutil.rmtree, scratch, ignore_errors=True)
     common = {"rank": rank, "shards": shards, "rendezvous": meeting, "verify": options.verify, "strategy": strategy}
-    common["waits_for_peers"] = waits_for_peers
     common["options"] = Options(silence_s=options.silence_s, claim_s=options.claim_s, total_s=options.total_s)
     own, sender, receiver = ["", ""], None, None
     shown = Shown(options.metrics, options.status_socket, rank)
@@ -167,7 +166,8 @@ def _open(
             undo.callback(sender.close)
             shown.show("prefill", sender)
         if consumes:
-            receiver = DecodeEndpoint(pool, ring_bytes=staging, **connections("decode", decode_name(instance)))
+            sides = connections("decode", decode_name(instance))
+            receiver = DecodeEndpoint(pool, waits_for_peers=waits_for_peers, ring_bytes=staging, **sides)
             undo.callback(receiver.close)
             shown.show("decode", receiver)
     return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch, shown)

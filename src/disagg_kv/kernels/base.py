@@ -45,7 +45,7 @@ class Pages:
 
 @frozen
 class PageMove:
-    """One writer's part of one segment, straight from pages into pages; either side may be mapped memory of a peer.
+    """One writer's part of one segment, straight from pages into pages, which may be mapped memory of a peer.
 
     Args:
         copy: which rows and units of which planes, on both sides.
@@ -200,5 +200,5 @@ class SupportsWarmUp(Protocol):
         ...
 
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
-        """The same for copies from one pool into another, of which either may be mapped. Blocks; on any thread."""
+        """The same for copies from one pool into another, which may be mapped. Blocks; on any thread."""
         ...

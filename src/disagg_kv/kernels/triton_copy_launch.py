@@ -1,4 +1,4 @@
-"""Launching the copy from pages into pages, of which either may be mapped memory of a peer."""
+"""Launching the copy from pages into pages, which may be mapped memory of a peer."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ log = logging.getLogger("disagg_kv")
 PREFIX = "disagg_kv."
 """Of the names of spans and attributes."""
 
-CHILDREN = frozenset({"queue", "gather", "wire", "scatter", "pull"})
+CHILDREN = frozenset({"queue", "gather", "wire", "scatter"})
 """Spans of an endpoint that become children of the room's."""
 
 MOST = 16384
@@ -77,8 +77,8 @@ class OpenTelemetryObserver:
     """The :class:`~disagg_kv.trace.Observer` of one endpoint; a context closes it.
 
     A room's span is called ``disagg_kv.prefill`` or ``disagg_kv.decode``. Its children are ``disagg_kv.queue``,
-    ``gather``, ``wire``, ``scatter`` and ``pull``, one for each segment. Spans are given to the tracer's provider on
-    the endpoint's thread: its processor must return at once, as OpenTelemetry's ``BatchSpanProcessor`` does.
+    ``gather``, ``wire`` and ``scatter``, one for each segment. Spans are given to the tracer's provider on the
+    endpoint's thread: its processor must return at once, as OpenTelemetry's ``BatchSpanProcessor`` does.
 
     Args:
         side: ``"prefill"`` or ``"decode"``.

@@ -8,7 +8,7 @@ from .instance import InstancePlans
 from .intake import Intake, intake_of
 from .pair import PairPlan, Run
 from .site import plain_site
-from .staged import PartView, check_pages, check_tables, tables_of
+from .staged import PartView, check_pages, check_tables
 
 __all__ = [
     "EVERY",
@@ -46,6 +46,5 @@ __all__ = [
     "plain_site",
     "slice_count",
     "slice_writes",
-    "tables_of",
     "whole",
 ]

@@ -76,24 +76,19 @@ class Limits:
         lease_bytes: the most bytes that the lease of a segment may have.
         page_rows: rows of a page; segments end at multiples of it where a page fits.
         alignment: bytes; each writer's part begins at a multiple of it in the lease.
-        rows: the most rows that a segment may have.
 
     Raises:
-        GeometryError: ``page_rows``, ``alignment`` or ``rows`` are below 1.
+        GeometryError: ``page_rows`` or ``alignment`` are below 1.
     """
 
     slot_bytes: int
     lease_bytes: int
     page_rows: int = 1
     alignment: int = ALIGN
-    rows: int = 1 << 62
 
     def __attrs_post_init__(self) -> None:
-        if min(self.page_rows, self.alignment, self.rows) < 1:
-            raise GeometryError(
-                f"segments of at most {self.rows} rows, at pages of {self.page_rows} rows, parts aligned to "
-                f"{self.alignment} bytes"
-            )
+        if min(self.page_rows, self.alignment) < 1:
+            raise GeometryError(f"segments at pages of {self.page_rows} rows, parts aligned to {self.alignment} bytes")
 
     def aligned(self, nbytes: int) -> int:
         """``nbytes``, rounded up to the alignment."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from ..errors import ConfigurationError
 
@@ -108,8 +108,8 @@ class CostModel:
             write_s: as the transport states it.
             bytes_per_s: the same.
             device: of the pools.
-            maps: decode's pool is mapped, or decode has mapped prefill's. Copies through the mapping then cost least at
-                every size, and a rough rate of gathers shall not decide otherwise for large requests.
+            maps: decode's pool is mapped. Copies into it then cost least at every size, and a rough rate of gathers
+                shall not decide otherwise for large requests.
         """
         if device.startswith("cuda") and not maps:
             return cls(write_s=write_s, bytes_per_s=bytes_per_s, copy_bytes_per_s=GPU_COPY_BYTES_PER_S)
@@ -140,11 +140,6 @@ class CostModel:
         known = self.measured.copies
         seconds = launches * self.launch_s + nbytes / (known or self.mapped_share * self.bytes_per_s)
         return Estimate(path, launches, nbytes, seconds, known)
-
-    def estimate_pulled(self, path: str, launches: int, nbytes: int) -> Estimate:
-        """The same where decode launches the kernels: a frame that offers the pages comes first."""
-        mapped = self.estimate_mapped(path, launches, nbytes)
-        return evolve(mapped, seconds=mapped.seconds + self.round_trip_s / 2)
 
 
 def shows_rate(descriptors: int, nbytes: int, write_s: float, bytes_per_s: float) -> bool:

@@ -242,7 +242,7 @@ class Intake:
         if low >= high:
             return []
         whole = box._replace(start=low, stop=high)
-        if whole.rows <= limits.rows and limits.exceeded(self._sizes(whole)) is None:
+        if limits.exceeded(self._sizes(whole)) is None:
             return [whole]
         segments: list[Segment] = []
         for start, stop in pairwise(sorted({low, high, *(e for ab in bounds for e in ab if low < e < high)})):
@@ -332,7 +332,7 @@ class Intake:
         grows steadily with ``n``, so the search uses that; one row is known to fit.
         """
         shares = [(share, n) for share, n, first, end in self._shares_of(box) if first <= box.start < end]
-        low, high = 1, min(box.rows, limits.rows)
+        low, high = 1, box.rows
         while low < high:
             middle = (low + high + 1) // 2
             sizes: dict[Rank, int] = {}

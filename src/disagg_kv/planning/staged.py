@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import numpy as np
@@ -154,23 +154,6 @@ def check_pages(site: Site, layout: StagedLayout, tables: Mapping[GroupId, PageT
 
 def check_tables(site: Site, layout: StagedLayout, tables: Mapping[GroupId, PageTable]) -> None:
     """Raise a :class:`GeometryError` unless page tables have all rows of a layout, in pages that their groups have."""
-    for name, (start, stop) in _rows_of(site, layout).items():
-        if name not in tables:
-            raise GeometryError(f"no page table for group {name!r}; there are {sorted(tables)}")
-        tables[name].check(site.group(name), start, stop)
-
-
-def tables_of(site: Site, layout: StagedLayout, tables: Mapping[GroupId, PageTable]) -> Iterator[PageTable]:
-    """The pages of a layout's rows alone, of tables that :func:`check_tables` has checked."""
-    for name, (start, stop) in _rows_of(site, layout).items():
-        table, rows = tables[name], site.group(name).rows_per_page
-        first = start // rows * rows
-        pages = table.pages[(first - table.first) // rows : -(-(stop - table.first) // rows)]
-        yield PageTable(name, pages, first)
-
-
-def _rows_of(site: Site, layout: StagedLayout) -> Mapping[GroupId, tuple[int, int]]:
-    """From which row on, and up to which one, a layout needs pages of each group."""
     rows: dict[GroupId, tuple[int, int]] = {}
     if len(site.groups) == 1 and len(layout.plane):
         rows[site.groups[0].id] = int(layout.row_start.min()), int(layout.row_stop.max())
@@ -180,7 +163,10 @@ def _rows_of(site: Site, layout: StagedLayout) -> Mapping[GroupId, tuple[int, in
             group = site.planes[number].group
             low, high = rows.get(group, (start, stop))
             rows[group] = min(low, start), max(high, stop)
-    return rows
+    for name, (start, stop) in rows.items():
+        if name not in tables:
+            raise GeometryError(f"no page table for group {name!r}; there are {sorted(tables)}")
+        tables[name].check(site.group(name), start, stop)
 
 
 _views: PlanCache[tuple[Site, tuple[Share, ...]], PartView] = PlanCache()

@@ -7,13 +7,11 @@ from .base import (
     Selection,
     Tables,
     TransferPlanner,
-    copies_pages,
     maps_pages,
-    pulls_pages,
     refusal,
 )
 from .explain import Explanation, PairCount, explain
-from .paths import DirectPlanner, MappedPlanner, MappedPullPlanner, SlicePlanner, StagedPlanner
+from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .registry import (
     AUTO,
     PER_CHUNK,
@@ -39,7 +37,6 @@ __all__ = [
     "Job",
     "LayerPipelined",
     "MappedPlanner",
-    "MappedPullPlanner",
     "PairCount",
     "PerChunk",
     "Schedule",
@@ -50,11 +47,9 @@ __all__ = [
     "Tables",
     "TransferPlanner",
     "auto_paths",
-    "copies_pages",
     "explain",
     "maps_pages",
     "paths",
-    "pulls_pages",
     "refusal",
     "register",
     "schedules",

@@ -43,10 +43,6 @@ class TransferPlanner(Protocol):
     kernel of the writer carries out through a mapping of the receiver's memory. Endpoints offer such a path only where
     the transport maps the peer (:class:`~disagg_kv.transports.SupportsMapping`).
 
-    A path that exposes no pages may have an attribute ``pulls_pages`` that is True: then no process writes into memory
-    of another. The writer offers its own pages, and a kernel of the receiver carries out the ``PageCopy``. The receiver
-    calls ``send`` for it, with the tables of both sides.
-
     A decode endpoint whose path is ``auto`` allows every path that it knows. A prefill endpoint whose path is ``auto``
     compares the library's own paths, and of the others those with an attribute ``joins_auto`` that is True.
 
@@ -88,20 +84,8 @@ def maps_pages(path: TransferPlanner) -> bool:
     return getattr(path, "maps_pages", False) is True
 
 
-def pulls_pages(path: TransferPlanner) -> bool:
-    """Whether a kernel of the receiver copies from pages of the writer that are mapped at the receiver."""
-    return getattr(path, "pulls_pages", False) is True
-
-
-def copies_pages(path: TransferPlanner) -> bool:
-    """Whether a path plans copies from pages to pages, by a kernel of either side."""
-    return maps_pages(path) or pulls_pages(path)
-
-
 def refusal(path: TransferPlanner, pair: PairPlan) -> str | None:
     """Why a path cannot move the parts of a pair: its own reason, or that no kernel of the writer converts them."""
-    if pair.converts is not None and pulls_pages(path):
-        return f"no kernel of prefill is on this path, but the cache is converted on the way ({pair.converts})"
     if pair.converts is not None and path.exposes_pages and not maps_pages(path):
         return f"no kernel is on this path, but the cache is converted on the way ({pair.converts})"
     return path.refuse(pair)

@@ -11,7 +11,7 @@ from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
-from .base import Job, TransferPlanner, copies_pages, pulls_pages, refusal
+from .base import Job, TransferPlanner, maps_pages, refusal
 from .registry import auto_paths, paths
 
 
@@ -146,7 +146,7 @@ def _sum_up(
     able = [path for path in known if path not in refused]
     totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
     compared = {path.name for path in auto_paths()}
-    unmapped = {path.name for path in known.values() if copies_pages(path) and not maps}
+    unmapped = {path.name for path in known.values() if maps_pages(path) and not maps}
     slowest = [_slowest(pairs, known[path], cost) for path in able if path in compared - unmapped]
     refusals = {path: reason for path, reason in refused.items() if path in compared}
     refusals |= dict.fromkeys(compared & unmapped & totals.keys(), "the transport does not map memory of peers")
@@ -165,8 +165,6 @@ def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel)
 
 def estimated(path: TransferPlanner, cost: CostModel, descriptors: int, nbytes: int, segments: int) -> Estimate:
     """What a path takes, as a prefill endpoint estimates it."""
-    if pulls_pages(path):
-        return cost.estimate_pulled(path.name, descriptors, nbytes)
-    if copies_pages(path):
+    if maps_pages(path):
         return cost.estimate_mapped(path.name, descriptors, nbytes)
     return cost.estimate(path.name, descriptors, nbytes, 0 if path.exposes_pages else segments)

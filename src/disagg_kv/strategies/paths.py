@@ -107,32 +107,3 @@ class MappedPlanner:
     def count(self, job: Job) -> int:
         """One launch at most: segments and destinations may share one."""
         return 1
-
-
-class MappedPullPlanner:
-    """The same in the other direction: a kernel of the receiver reads the writer's pages, which it has mapped.
-
-    No process writes into memory of another. The receiver's pages are free once its own kernels have ended. The
-    writer's pages wait until the receiver has read them.
-    """
-
-    name = "mapped_pull"
-    version = 1
-    exposes_pages = False
-    pulls_pages = True
-
-    def refuse(self, pair: PairPlan) -> str | None:
-        """Any two layouts will do."""
-        return None
-
-    def send(self, job: Job) -> PageCopy:
-        """What the receiver copies, from page to page."""
-        return job.pair.page_copy(job.segment)
-
-    def receive(self, job: Job) -> StagedLayout:
-        """Nothing is received into staging."""
-        raise LocalProtocolError("the mapped_pull path scatters nothing")
-
-    def count(self, job: Job) -> int:
-        """One launch at most: segments and writers may share one."""
-        return 1

@@ -12,8 +12,8 @@ from attrs import frozen
 
 from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
-from .base import Schedule, Selection, TransferPlanner, pulls_pages
-from .paths import DirectPlanner, MappedPlanner, MappedPullPlanner, SlicePlanner, StagedPlanner
+from .base import Schedule, Selection, TransferPlanner
+from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 from .selections import Full, Incremental
 
@@ -27,10 +27,7 @@ _loading = threading.RLock()
 
 
 _parts: dict[str, dict[str, Any]] = {
-    "path": {
-        one.name: one
-        for one in (DirectPlanner(), SlicePlanner(), StagedPlanner(), MappedPlanner(), MappedPullPlanner())
-    },
+    "path": {one.name: one for one in (DirectPlanner(), SlicePlanner(), StagedPlanner(), MappedPlanner())},
     "schedule": {one.name: one for one in (PerChunk(), LayerPipelined())},
     "selection": {one.name: one for one in (Full(), Incremental())},
 }
@@ -101,8 +98,6 @@ def _check_path(path: TransferPlanner) -> None:
     maps = arguments.flag(getattr(path, "maps_pages", False), "part: maps_pages")
     if maps and not path.exposes_pages:
         raise ConfigurationError(f"part: path {path.name!r} maps pages that it does not expose")
-    if arguments.flag(getattr(path, "pulls_pages", False), "part: pulls_pages") and path.exposes_pages:
-        raise ConfigurationError(f"part: path {path.name!r} pulls pages, and exposes those of the receiver")
 
 
 def _says_auto(path: TransferPlanner) -> object:
@@ -145,15 +140,9 @@ def paths() -> dict[str, TransferPlanner]:
     return dict(_parts["path"])
 
 
-def auto_paths(*, pulls: bool = False) -> tuple[TransferPlanner, ...]:
-    """The paths that ``auto`` compares: the library's own, and the registered ones that say ``joins_auto``.
-
-    Args:
-        pulls: those that pull, too. They keep prefill's pages until decode has read them, or has ended.
-    """
-    arguments.flag(pulls, "pulls")
-    known = (path for path in paths().values() if pulls or not pulls_pages(path))
-    return tuple(path for path in known if path.name in _BUILT_IN or _says_auto(path) is True)
+def auto_paths() -> tuple[TransferPlanner, ...]:
+    """The paths that ``auto`` compares: the library's own, and the registered ones that say ``joins_auto``."""
+    return tuple(path for path in paths().values() if path.name in _BUILT_IN or _says_auto(path) is True)
 
 
 def schedules() -> dict[str, Schedule]:

@@ -23,7 +23,7 @@ from ..ids import GroupId, LayerId, Rank
 from ..kernels import CpuKernels, Move, PageMove, Pages
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
 from ..planning import Intake, Limits, PageCopy, PairPlan, RowRange, StagedLayout, Writes
-from ..strategies import Job, TransferPlanner, copies_pages, maps_pages, pulls_pages
+from ..strategies import Job, TransferPlanner, maps_pages
 
 KV = GroupId("kv")
 POISON = 0xA5
@@ -151,7 +151,7 @@ class Transfer:
         return cls(case, truth, target, want, tuple(sources), intake)
 
     def parts(self, exposed: bool) -> Iterator[Part]:
-        """Each segment of each writer; ``send`` has target's pages only where they are exposed, or target pulls."""
+        """Each segment of each writer; target's pages are known to the writer only where they are exposed."""
         case, intake = self.case, self.intake
         limits = Limits(STAGING_BYTES, STAGING_BYTES, case.page_sizes[1])
         for rank, (source, shares) in enumerate(zip(self.sources, intake.parts, strict=True)):
@@ -208,9 +208,7 @@ class TransferPlannerSuite:
         assert kinds == (int, bool)
         assert type(getattr(planner, "joins_auto", False)) is bool
         assert type(getattr(planner, "maps_pages", False)) is bool
-        assert type(getattr(planner, "pulls_pages", False)) is bool
         assert planner.exposes_pages or not maps_pages(planner), "pages are mapped that are not exposed"
-        assert not (planner.exposes_pages and pulls_pages(planner)), "pages are exposed that no peer writes"
 
     def test_it_can_carry_something(self) -> None:
         """A path that refuses every case of this suite was not tested."""
@@ -220,9 +218,9 @@ class TransferPlannerSuite:
     def test_every_byte_arrives_and_no_other_is_touched(self, moved: Transfer) -> None:
         """All segments of all writers, one after the other, as endpoints would carry out the plans."""
         planner = self.planner()
-        for part in moved.parts(_known(planner)):
+        for part in moved.parts(planner.exposes_pages):
             plan = planner.send(part.send)
-            if copies_pages(planner):
+            if maps_pages(planner):
                 assert isinstance(plan, PageCopy), f"pages are mapped, but the plan is {type(plan).__name__}"
                 _copy(plan, part, moved.target)
             elif planner.exposes_pages:
@@ -236,15 +234,15 @@ class TransferPlannerSuite:
     def test_the_same_question_has_the_same_answer(self, moved: Transfer) -> None:
         """Endpoints keep answers."""
         planner, again = self.planner(), self.planner()
-        for part in moved.parts(_known(planner)):
+        for part in moved.parts(planner.exposes_pages):
             assert planner.send(part.send) == planner.send(part.send) == again.send(part.send)
-            if not _known(planner):
+            if not planner.exposes_pages:
                 assert planner.receive(part.receive) == again.receive(part.receive)
 
     def test_the_count_is_a_bound_and_needs_no_tables(self, moved: Transfer) -> None:
         """``auto`` and ``plan`` ask for it before pages are known."""
         planner = self.planner()
-        for part in moved.parts(_known(planner)):
+        for part in moved.parts(planner.exposes_pages):
             plan = planner.send(part.send)
             posted = len(plan) if isinstance(plan, Writes) else 1
             assert planner.count(evolve(part.send, source_tables={}, target_tables={})) >= posted
@@ -253,15 +251,10 @@ class TransferPlannerSuite:
         """The type of a plan is the path's for good: never writes into pages that decode did not expose."""
         planner = self.planner()
         kind: Literal["Writes", "StagedLayout", "PageCopy"] = "Writes" if planner.exposes_pages else "StagedLayout"
-        if copies_pages(planner):
+        if maps_pages(planner):
             kind = "PageCopy"
-        found = {type(planner.send(part.send)).__name__ for part in moved.parts(_known(planner))}
+        found = {type(planner.send(part.send)).__name__ for part in moved.parts(planner.exposes_pages)}
         assert found == {kind}
-
-
-def _known(planner: TransferPlanner) -> bool:
-    """Whether ``send`` has the pages of both sides."""
-    return planner.exposes_pages or pulls_pages(planner)
 
 
 def _write(plan: Writes, part: Part, target: Side) -> None:

@@ -49,17 +49,6 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
     assert ranks["decode", 0]["nbytes"] == ranks["prefill", 0]["nbytes"] == found["kv_bytes"]
 
 
-def test_decode_reads_the_pages_of_prefill_where_its_engine_waits_for_no_peer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """``auto`` finds the path: no process writes into the pages of another, and every byte is right."""
-    assert run(["demo", *SMALL, "--strategy", "auto", "--no-decode-waits", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tokens_equal"], found["wrong_bytes"], found["stray_bytes"]) == (True, 0, 0)
-    assert found["paths"] == ["mapped_pull"]
-    assert found["phases"]["pull"] > 0
-
-
 def test_layers_cross_while_others_are_computed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The trace has every group of every chunk, on every rank; tokens and bytes are right.
 

@@ -168,8 +168,8 @@ def test_no_frame_contradicts_what_the_engine_has_concluded(before: tuple[RoomFr
     assert (state_of(room), room.machine.phase) == (Receiving.CLOSED, Phase.DONE)
 
 
-def test_bells_end_no_room_that_has_leases_or_pulls() -> None:
-    """Their kernels would write into pages that the engine takes for complete."""
+def test_bells_end_no_room_that_has_leases() -> None:
+    """Scatters would write into pages that the engine takes for complete."""
     room = belled()
     room.say(request(0))
     assert room.machine.listens is None

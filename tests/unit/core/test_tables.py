@@ -24,7 +24,6 @@ from disagg_kv.core import (
     Lost,
     Offered,
     Options,
-    Pulled,
     Quiet,
     Readiness,
     ReceiveRoom,
@@ -68,12 +67,12 @@ HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
     Receiving.OPENED: (
-        {Leased, Scattered, Pulled, Concluded},
+        {Leased, Scattered, Concluded},
         "nothing was asked of the ring, the kernels or the writers",
     ),
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
     Receiving.PLACED: (
-        {Awaited, Introduced, Leased, Scattered, Pulled, Concluded},
+        {Awaited, Introduced, Leased, Scattered, Concluded},
         "no segment is left that waits for anything",
     ),
     Receiving.DRAINING: ({Concluded}, "the endpoint's thread takes the engine's claim before it fails a room"),
@@ -93,7 +92,7 @@ SIDES = [
     pytest.param(
         RECEIVING,
         Receiving,
-        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Concluded, Scattered, Pulled, Decided},
+        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Concluded, Scattered, Decided},
         id="decode",
     ),
     pytest.param(

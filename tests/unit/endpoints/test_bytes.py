@@ -47,7 +47,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull", "auto"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "auto"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_pair_of_splits(pair: str, path: str) -> None:
     """Whichever way the ranks of the two sides split the cache, every cell arrives, K and V alike."""
@@ -60,7 +60,7 @@ def test_every_pair_of_splits(pair: str, path: str) -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull", "auto"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "auto"])
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -91,7 +91,7 @@ def test_equal_layouts_go_direct(split: Split, path: str) -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "direct", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "direct", "mapped"])
 def test_chunks_arrive_as_they_are_computed(path: str) -> None:
     """A request is sent in chunks whose edges are no page edges."""
     rig = Rig(KV)
@@ -104,7 +104,7 @@ def test_chunks_arrive_as_they_are_computed(path: str) -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "direct", "mapped", "mapped_pull", "auto"])
+@pytest.mark.parametrize("path", ["staged", "slice", "direct", "mapped", "auto"])
 @pytest.mark.parametrize("stop", [None, 0])
 def test_no_rows(stop: int | None, path: str) -> None:
     """A room without rows still ends well and brings its aux row."""
@@ -117,7 +117,7 @@ def test_no_rows(stop: int | None, path: str) -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_fewer_rows_than_prefill_has(path: str) -> None:
     """Decode may ask for less: nothing beyond that is written."""
     rig = Rig(KV)

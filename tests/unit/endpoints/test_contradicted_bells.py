@@ -33,7 +33,7 @@ def forge(request: Request, rank: int, frame_of: Callable[[Head], RoomFrame]) ->
 
 def piece(head: Head) -> ChunkReady:
     """Fewer rows than the bells will say."""
-    return ChunkReady(**head, segment=(0, 4, 0, 2, False), lease=None, sums=None, offer=None)
+    return ChunkReady(**head, segment=(0, 4, 0, 2, False), lease=None, sums=None)
 
 
 def early(head: Head) -> Done:

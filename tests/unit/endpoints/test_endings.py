@@ -30,7 +30,7 @@ SPEC = CacheSpec.kv(2, 4, 8, "float16")
 QUICK = Options(silence_s=5.0, total_s=20.0)
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_at_any_time(side: str, path: str) -> None:
     """Whenever and wherever a rank gives up, all ranks of a side end alike and all memory comes back."""
@@ -332,7 +332,7 @@ def test_a_least_row_without_a_page_is_refused() -> None:
         Expectation(8, [], least=8)
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_one_decode_rank_fails(path: str) -> None:
     """What one rank of an instance cannot do, none has done."""
     rig = Rig(SPEC)

@@ -30,7 +30,7 @@ def world(path: str = "staged", prefill_tp: int = 2, decode_tp: int = 1, page: i
     return rig
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull", "auto"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "auto"])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("edges", [(60,), (10, 16, 20, 60), (16, 60), (3, 60)])
 def test_only_the_rows_after_the_held_prefix_cross(path: str, whole: bool, edges: tuple[int, ...]) -> None:
@@ -48,7 +48,7 @@ def test_only_the_rows_after_the_held_prefix_cross(path: str, whole: bool, edges
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_prefill_gives_no_pages_of_rows_that_decode_holds(path: str) -> None:
     """Once decode has reported them; fewer rows than decode lacks are refused, as before."""
     rig = world(path)

@@ -102,7 +102,7 @@ def flip(member: Member[DecodeEndpoint], page: int, plane: int = 3) -> None:
     member.pool.view(plane)[page, 1, 1, 5] ^= 0x01
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_what_is_held_and_has_not_changed_passes(path: str) -> None:
     """Pages that arrived, and pages that decode computed otherwise than prefill would, are built on."""
     held = Held.make(path=path)
@@ -139,7 +139,7 @@ def test_rooms_whose_pages_are_ready_in_one_step_are_all_compared() -> None:
     assert [one.phase for one in (first, second)] == [Phase.WAITING] * 2
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize("place", [0, 2, 3, 4])
 def test_one_changed_byte_of_a_held_page_fails_the_room_and_is_named(place: int, path: str) -> None:
     """Pages that arrived and one that decode computed; nothing is inserted, nothing crosses.

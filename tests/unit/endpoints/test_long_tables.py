@@ -12,7 +12,6 @@ import pytest
 from disagg_kv.channels import Arrived, Channel, News
 from disagg_kv.core import Codec, Options, Phase
 from disagg_kv.core.wire import frames as f
-from disagg_kv.core.wire.page_runs import nameable
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
 from tests.support.rig import Memory, Rig, tp_shards
@@ -175,59 +174,6 @@ class TestPartsOfAPeer:
 
     def _expect(self, scene: Scene, *tables: f.WireTable, **about: object) -> None:
         scene.from_decode(f.Expect, start=0, stop=8, paths=("slice",), tables=tables, tag=b"", **about)
-
-
-def test_a_million_scattered_pages_of_one_token_are_pulled() -> None:
-    """The same in the other direction: each offer names the pages of a segment, and fits into a frame."""
-    tokens = 1 << 20
-    spec = CacheSpec.kv(1, 1, 1, "int8")
-    rig = Rig(spec, options=Options(total_s=3000.0))
-    memory = Memory(channel=Counting, page_size=1, pages=tokens)
-    prefills = rig.prefill(tp_shards(spec, 1), memory=memory, strategy="mapped_pull", slot_bytes=1 << 26)
-    decodes = rig.decode(tp_shards(spec, 1), memory=memory, strategy="mapped_pull", ring_bytes=1 << 26)
-    request = rig.request("room", prefills, decodes, tokens).start().landed()
-    assert {handle.report.path for handle in request.sends} == {"mapped_pull"}
-    assert request.receives[0].report.segments >= 4 * tokens // (Options().table_part // 4)
-    assert counting(rig)[1].came["ChunkReady"] >= request.receives[0].report.segments
-    rig.quiet()
-
-
-def test_what_one_frame_cannot_carry_is_not_offered() -> None:
-    """Segments are cut so that it can; a cache of many groups of small pages fails by name."""
-    scene = Rig(SPEC, options=SMALL)
-    prefills = scene.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=1, pages=64), strategy="mapped_pull")
-    decodes = scene.decode(tp_shards(SPEC, 1), strategy="mapped_pull")
-    request = scene.request("room", prefills, decodes, 9).start().landed()
-    assert request.receives[0].report.segments == 9
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disagg_kv.core.wire.page_runs.OFFER_ROW", 1)
-        request = scene.request("other", prefills, decodes, 9).start().failed()
-    assert "the page tables that one frame can carry" in str(request.sends[0].error)
-    scene.quiet()
-
-
-def test_a_cache_of_which_one_frame_may_not_name_a_segment_s_pages_is_staged() -> None:
-    """Where staging is allowed at all, no room fails by the length of an offer."""
-    scene = Rig(SPEC, options=SMALL)
-    prefills = scene.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=1, pages=64))
-    decodes = scene.decode(tp_shards(SPEC, 1), waits_for_peers=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("disagg_kv.core.wire.page_runs.OFFER_ROW", 1)
-        request = scene.request("room", prefills, decodes, 9).start().landed()
-    assert request.receives[0].report.path == "staged"
-    request = scene.request("other", prefills, decodes, 9).start().landed()
-    assert request.receives[0].report.path == "mapped_pull"
-    scene.quiet()
-
-
-@pytest.mark.parametrize(
-    ("rows_per_page", "nbytes", "fits"),
-    [([1] * 4, 1 << 18, True), ([1] * 5, 1 << 18, False), ([16] * 5, 1 << 18, True), ([1] * 4, 4, True),
-     ([2] * 4, 32, True), ([1, 1, 1, 2, 2], 32, False)],
-)  # fmt: skip
-def test_the_pages_of_a_segment_that_one_frame_names(rows_per_page: Sequence[int], nbytes: int, fits: bool) -> None:
-    """Page ids in four groups of pages of one row; more groups where pages have more rows."""
-    assert nameable(rows_per_page, nbytes) is fits
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tests.support.rig_parts import Flag
 
 def test_one_launch_for_all_destinations_behind_the_engine_s_event() -> None:
     """It is queued before the rows are final, and announced only after it has ended."""
-    rig, kernels, request = scene("mapped", decode_tp=2)
+    rig, kernels, request = scene(decode_tp=2)
     ready = Flag()
     request.send(9, ready=ready).finish()
     copy = launched(rig, kernels)
@@ -42,7 +42,7 @@ def test_one_launch_for_all_destinations_behind_the_engine_s_event() -> None:
 
 def test_rows_of_two_events_are_two_launches() -> None:
     """The first rows do not wait for the event of the second."""
-    rig, kernels, request = scene("mapped")
+    rig, kernels, request = scene()
     first, second = Flag(), Flag()
     request.send(4, ready=first).send(9, 4, ready=second).finish()
     launched(rig, kernels, 2)
@@ -58,7 +58,7 @@ def test_rows_of_two_events_are_two_launches() -> None:
 
 def test_a_destination_s_end_proves_nothing_about_our_copy() -> None:
     """The mapping outlives its owner: our pages are read until the event has happened."""
-    rig, kernels, request = scene("mapped")
+    rig, kernels, request = scene()
     request.send(9)
     copy = launched(rig, kernels)
     (peer,) = request.prefills[0].endpoint.peers()
@@ -74,7 +74,7 @@ def test_a_destination_s_end_proves_nothing_about_our_copy() -> None:
 
 def test_an_engine_s_event_that_raises_fails_the_room() -> None:
     """A copy behind it says so by its own event."""
-    rig, kernels, request = scene("mapped")
+    rig, kernels, request = scene()
     ready = Failing()
     request.send(9, ready=ready)
     copy = launched(rig, kernels)
@@ -91,7 +91,7 @@ def test_an_engine_s_event_that_raises_fails_the_room() -> None:
 
 def test_a_retryable_error_of_a_launch_is_tried_again() -> None:
     """As for writes."""
-    rig, kernels, request = scene("mapped")
+    rig, kernels, request = scene()
     kernels.refuses = [TransportError("not now", retryable=True)]
     request.send(9).finish()
     launched(rig, kernels).run()
@@ -242,7 +242,7 @@ def test_a_transport_that_maps_nothing_is_refused_at_once() -> None:
 
     rig = Rig(SPEC)
     for make in (rig.prefill, rig.decode):
-        with pytest.raises(ConfigurationError, match="path 'mapped' needs mapped pages, but transport 'inproc'"):
+        with pytest.raises(ConfigurationError, match="path 'mapped' copies into mapped pages, but transport 'inproc'"):
             make(tp_shards(SPEC, 1), memory=Memory(transport=plain), strategy="mapped")
 
 

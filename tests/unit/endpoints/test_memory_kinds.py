@@ -118,7 +118,7 @@ class HostRig(Rig):
         return super()._pool(spec, held, of, InprocTransport())
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull", "auto"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "auto"])
 def test_a_request_with_aux_and_states_crosses_where_no_host_memory_can_be_registered(path: str) -> None:
     """Pages, slots of states and the ring are registered; aux rows go in frames."""
     rig, memory = DeviceRig(HYBRID), Memory(transport=AllocatingTransport)

@@ -118,7 +118,7 @@ class Room:
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(["auto", "staged", "direct", "slice", "mapped", "mapped_pull"]),
+    st.sampled_from(["auto", "staged", "direct", "slice", "mapped"]),
     st.tuples(*[st.sampled_from([2, 3, 4])] * 2),
     st.integers(1, 23),
     st.integers(1, 22),

@@ -1,4 +1,4 @@
-"""What holds of copies between mapped pages, whichever side's kernels copy."""
+"""What holds of copies into mapped pages until the kernel has ended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pytest
 from disagg_kv.core import Phase
 from tests.support.device_copies import launched, scene
 
-pytestmark = pytest.mark.parametrize("path", ["mapped", "mapped_pull"])
-
 
 @pytest.mark.parametrize("who", ["decode", "prefill"])
-def test_after_an_abort_pages_of_both_sides_wait_for_the_kernel_alone(path: str, who: str) -> None:
+def test_after_an_abort_pages_of_both_sides_wait_for_the_kernel_alone(who: str) -> None:
     """It reads the ones and writes the others; an abort is acknowledged once it has ended."""
-    rig, kernels, request = scene(path)
+    rig, kernels, request = scene()
     request.send(9)
     copy = launched(rig, kernels)
     (request.receives if who == "decode" else request.sends)[0].abort("enough")
@@ -30,9 +28,9 @@ def test_after_an_abort_pages_of_both_sides_wait_for_the_kernel_alone(path: str,
     rig.quiet()
 
 
-def test_a_withdrawal_waits_until_pages_are_read(path: str) -> None:
+def test_a_withdrawal_waits_until_pages_are_read() -> None:
     """Those of this writer; those of others need not be there for that."""
-    rig, kernels, request = scene(path, prefill_tp=2)
+    rig, kernels, request = scene(prefill_tp=2)
     request.send(9)
     rig.until(lambda: sum(len(copy.moves) for copy in kernels.queued) == 2, "the copies")
     gone = [handle.withdraw() for handle in request.sends]
@@ -46,12 +44,12 @@ def test_a_withdrawal_waits_until_pages_are_read(path: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["runs", "failed", "ended"])
-def test_what_a_copy_uses_stays_mapped_when_its_endpoint_is_gone(path: str, state: str) -> None:
+def test_what_a_copy_uses_stays_mapped_when_its_endpoint_is_gone(state: str) -> None:
     """Until the copy is known to have ended: the device may still read and write there."""
-    rig, kernels, request = scene(path)
+    rig, kernels, request = scene()
     request.send(9).finish()
     copy = launched(rig, kernels)
-    mapped = weakref.ref((copy.moves[0].target if path == "mapped" else copy.moves[0].source).pool)
+    mapped = weakref.ref(copy.moves[0].target.pool)
     if state == "failed":
         copy.error = OSError("the driver is confused")
         rig.turn()
@@ -65,15 +63,14 @@ def test_what_a_copy_uses_stays_mapped_when_its_endpoint_is_gone(path: str, stat
 
 
 @pytest.mark.parametrize("proved", [True, False])
-def test_an_event_that_raises_fails_the_room_and_frees_nothing(path: str, proved: bool) -> None:
+def test_an_event_that_raises_fails_the_room_and_frees_nothing(proved: bool) -> None:
     """The copy may still run. If its event happens later, that is the evidence; else pages are kept."""
-    rig, kernels, request = scene(path)
+    rig, kernels, request = scene()
     request.send(9)
     copy = launched(rig, kernels)
     copy.error = OSError("the device is lost")
     rig.until(lambda: all(h.phase is Phase.FAILED for h in request.handles), "the failure")
-    copies = request.sends if path == "mapped" else request.receives
-    assert "the device is lost" in str(copies[0].error)
+    assert "the device is lost" in str(request.sends[0].error)
     rig.wait(5.0)
     assert not any(h.released for h in request.handles)
     assert len(kernels.queued) == 1, "a copy that is not quiet is launched again"
@@ -84,13 +81,12 @@ def test_an_event_that_raises_fails_the_room_and_frees_nothing(path: str, proved
         rig.quiet()
 
 
-def test_a_copy_that_cannot_be_launched_fails_its_room_alone(path: str) -> None:
+def test_a_copy_that_cannot_be_launched_fails_its_room_alone() -> None:
     """Nothing of it moves, so pages come back at once."""
-    rig, kernels, request = scene(path)
+    rig, kernels, request = scene()
     kernels.refuses = [OSError("no launch")]
     request.send(9).failed()
-    copies = request.sends if path == "mapped" else request.receives
-    assert "no launch" in str(copies[0].error)
+    assert "no launch" in str(request.sends[0].error)
     other = rig.request("other", request.prefills, request.decodes, 9).start(9)
     launched(rig, kernels).run()
     other.landed()

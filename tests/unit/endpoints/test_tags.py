@@ -51,7 +51,7 @@ def test_equal_tags_and_one_that_is_missing_harm_nothing(ours: bytes, theirs: by
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize("split", [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("order", ["stray, prefill, right", "prefill, stray, right", "right, prefill, stray"])
 def test_a_stray_instance_fails_alone_whenever_it_comes(order: str, split: tuple[int, int], path: str) -> None:

@@ -34,7 +34,7 @@ PAIRS: dict[str, tuple[CacheSpec, tuple[int, int], tuple[int, int], Memory, Memo
 }
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_whatever_the_sides_look_like_what_is_right_passes(pair: str, path: str) -> None:
     """Every segment is compared, also between different TP sizes, pages and layouts, and with replicas."""
@@ -194,7 +194,7 @@ def test_what_scatter_exchanges_shows() -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_pages_and_leases_stay_until_sums_are_there(path: str) -> None:
     """Sums that take their time hold back what is said of the write, the pages and the success, not the write."""
     rig, kernels = Rig(KV), (CountingKernels(), CountingKernels())
@@ -206,7 +206,7 @@ def test_pages_and_leases_stay_until_sums_are_there(path: str) -> None:
     for event in kernels[0].events[1:]:  # the gather's, if there is one
         event.fired = True
     rig.wait(1.0)
-    assert request.sends[0].report.descriptors or path == "mapped_pull"
+    assert request.sends[0].report.descriptors
     assert not kernels[1].checksums
     kernels[0].events[0].fired = True
     rig.until(lambda: len(kernels[1].checksums) == 1, "decode's sums")
@@ -222,7 +222,7 @@ def test_pages_and_leases_stay_until_sums_are_there(path: str) -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_an_abort_while_prefill_sums_gives_everything_back(path: str) -> None:
     """What is read for a sum is not given to the engine before that has ended."""
     rig, kernels = Rig(KV), CountingKernels()

@@ -23,13 +23,11 @@ def test_staging_overlaps_consecutive_segments() -> None:
     assert many == pytest.approx(0.5 + 1.1 + (1.1 + 1.01) / 18)
 
 
-def test_pulls_cost_what_copies_do_and_the_frame_before_them() -> None:
-    """Nothing is read before decode knows of it."""
+def test_copies_into_mapped_pages_cost_launches_and_a_share_of_the_wire() -> None:
+    """Nothing is granted, gathered or scattered."""
     mapped = MODEL.estimate_mapped("mapped", 2, 9 * 10**5)
+    assert (mapped.path, mapped.descriptors, mapped.nbytes) == ("mapped", 2, 9 * 10**5)
     assert mapped.seconds == pytest.approx(1.0 + 0.02)
-    pulled = MODEL.estimate_pulled("mapped_pull", 2, 9 * 10**5)
-    assert (pulled.path, pulled.descriptors, pulled.nbytes) == ("mapped_pull", 2, 9 * 10**5)
-    assert pulled.seconds == pytest.approx(mapped.seconds + 0.25)
 
 
 def test_fragmented_pages_go_through_staging_and_a_few_runs_do_not() -> None:

@@ -52,7 +52,7 @@ def test_counts_are_those_of_the_planners(
     assert plan.nbytes == sum(pair.nbytes for pair in plan.pairs)
     for path, total in plan.descriptors.items():
         assert total == expected.get(path, sum(pair.segments for pair in plan.pairs))
-    assert set(plan.descriptors) | set(plan.refused) == {"staged", "slice", "direct", "mapped", "mapped_pull"}
+    assert set(plan.descriptors) | set(plan.refused) == {"staged", "slice", "direct", "mapped"}
 
 
 def test_staging_needs_a_thousand_times_fewer_writes() -> None:
@@ -60,7 +60,7 @@ def test_staging_needs_a_thousand_times_fewer_writes() -> None:
     spec = CacheSpec.kv(64, 8, 128, "bfloat16")
     plan = explain(spec, [shard(spec, tp=4, rank=r) for r in range(4)], [shard(spec)], 8192, (64, 64))
     assert plan.nbytes == 8192 * 64 * 8 * 128 * 2 * 2
-    assert plan.descriptors == {"staged": 4 * 9, "slice": 4 * 8192 * 64 * 2, "mapped": 4 * 9, "mapped_pull": 4 * 9}
+    assert plan.descriptors == {"staged": 4 * 9, "slice": 4 * 8192 * 64 * 2, "mapped": 4 * 9}
     assert plan.descriptors["slice"] >= 1000 * plan.descriptors["staged"]
     assert "prefill rank 0 to decode rank 0: layer 0, 'k': 2 units to send" in plan.refused["direct"]
     assert plan.auto.path == "staged"

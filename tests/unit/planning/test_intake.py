@@ -113,11 +113,9 @@ def test_cuts_that_make_no_sense_are_refused() -> None:
     for start, stop in ((-1, 2), (3, 2)):
         with pytest.raises(ConfigurationError, match="cannot cut rows"):
             intake.cut(start, stop, range(4), Limits(99, 999))
-    for page, alignment, rows in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(
-            GeometryError, match=f"most {rows} rows, at pages of {page} rows, parts aligned to {alignment} "
-        ):
-            Limits(99, 999, page, alignment, rows)
+    for page, alignment in ((0, 1), (1, 0)):
+        with pytest.raises(GeometryError, match=f"at pages of {page} rows, parts aligned to {alignment} "):
+            Limits(99, 999, page, alignment)
     with pytest.raises(GeometryError, match=r"layers \[2, 6\) are not"):
         intake.cut(0, 2, range(2, 6), Limits(99, 999))
 

@@ -71,7 +71,7 @@ def forgotten(node: Node) -> None:
     wait(lambda: node.ask("open_rooms") == 0, lambda: "the room to be forgotten", SOON_S)
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize(("ranks", "cluster"), [((2, 1), "ipc"), ((1, 2), "tcp")], indirect=["cluster"], ids=str)
 def test_a_request_crosses_between_tensor_parallel_sizes(cluster: Cluster, ranks: tuple[int, int], path: str) -> None:
     """2 -> 1 and 1 -> 2 ranks, pages of 16 to pages of 32 in another order, byte for byte."""

@@ -20,7 +20,6 @@ STORM = 12
 CASES = [
     ("shm", "staged"),
     ("shm", "mapped"),
-    ("shm", "mapped_pull"),
     pytest.param("nixl", "staged", marks=needs_nixl),
     pytest.param("mooncake", "staged", marks=needs_mooncake),
 ]

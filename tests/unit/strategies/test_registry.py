@@ -91,7 +91,7 @@ def test_names_that_cannot_be() -> None:
     """What is unknown, planned, empty or said twice is refused, with the known names."""
     with pytest.raises(
         UnknownNameError,
-        match="direct, full, incremental, layer_pipelined, mapped, mapped_pull, per_chunk, slice, staged",
+        match="direct, full, incremental, layer_pipelined, mapped, per_chunk, slice, staged",
     ):
         strategy("stagged")
     with pytest.raises(UnknownNameError):

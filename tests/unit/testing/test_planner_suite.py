@@ -10,7 +10,6 @@ from disagg_kv.strategies import (
     DirectPlanner,
     Job,
     MappedPlanner,
-    MappedPullPlanner,
     SlicePlanner,
     StagedPlanner,
     TransferPlanner,
@@ -44,13 +43,6 @@ class TestMapped(TransferPlannerSuite):
 
     def planner(self) -> TransferPlanner:
         return MappedPlanner()
-
-
-class TestMappedPull(TransferPlannerSuite):
-    """The same, pulled."""
-
-    def planner(self) -> TransferPlanner:
-        return MappedPullPlanner()
 
 
 class Shifted(SlicePlanner):

@@ -11,9 +11,6 @@ writer that has its grant has announced its part, returned the grant, or is prov
 nothing. :meth:`~disagg_kv.core.room.inbound.InboundSegment.reusable` holds that rule, and only
 :meth:`DrainingRoom._release` asks it. A lease that no writer knows is freed at once: ``_on_leased_late``. Exposed pages
 follow the same rule by room: :attr:`DrainingRoom.released` says when the engine may free them.
-
-Pulls are the other way round: kernels of this process read pages of prefill. No peer writes, so our pages come back
-once our own kernels have ended. Prefill's pages wait for us: ``DrainedAck`` says that none of them is read any more.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from __future__ import annotations
 from ...errors import About, DisaggKVError
 from ...ids import Epoch, Generation, Rank, RoomId, room_name
 from ...planning import Segment
-from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Pulled, Quarantine, Scattered, Send, Tick
+from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Quarantine, Scattered, Send, Tick
 from ..repeater import Repeater
 from ..wire.frames import Abort, AbortAck, ChunkReady, Done, Drained, DrainedAck, Head, RoomFrame, StagingRequest, words
 from .inbound import InboundSegment, InboundSegments
@@ -50,7 +47,7 @@ class DrainingRoom(Machine[Receiving]):
         self._exposed = False
         self._declined = False
         self.broken = False
-        """The room has failed because a prefill rank could not send it, or a copy out of its pages has failed."""
+        """The room has failed because a prefill rank could not send it."""
 
     @property
     def writers(self) -> tuple[Epoch, ...]:
@@ -134,12 +131,7 @@ class DrainingRoom(Machine[Receiving]):
     def _acknowledge_drained(self, event: Drained) -> None:
         w = self._writer(event)
         w.drained = True
-        self._settle(w)
-
-    def _settle(self, w: Writer) -> None:
-        """Tell a drained writer that its pages are not read any more, once that is so; it repeats its question."""
-        if not self.inbound.pulls_from(w.rank):
-            self._send(w, DrainedAck(**self._to(w)))
+        self._send(w, DrainedAck(**self._to(w)))
 
     def _on_acknowledge(self, event: Abort) -> None:
         w = self._writer(event)
@@ -182,15 +174,6 @@ class DrainingRoom(Machine[Receiving]):
 
     def _on_scattered_late(self, event: Scattered) -> None:
         self.inbound[event.segment].scattering = False
-        self._release_all()
-
-    def _on_pulled_late(self, event: Pulled) -> None:
-        if not event.quiet:
-            return
-        self.inbound[event.segment].pulling.discard(event.rank)
-        for w in self._writers.values():
-            if w.rank == event.rank and w.drained:
-                self._settle(w)
         self._release_all()
 
     def _on_late_done(self, event: Done) -> None:

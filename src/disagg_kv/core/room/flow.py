@@ -79,10 +79,9 @@ class FlowPlan:
         intake: what the decode rank gets from each rank of our instance.
         start: the first row that it awaits, windows included.
         stop: one past the last, None: where our engine ends.
-        exposed: True: its pages are exposed, or it reads ours: no part needs a lease.
+        exposed: True: its pages are exposed and need no lease.
         limits: what cuts it into segments.
         path: its name.
-        pulled: decode reads our pages: a part that is final is offered.
         groups: how the layers of some rows are grouped; None: all together.
         pace: how fast we are, once all is sent.
         bells: where its segments may be announced before their frames; None: nowhere.
@@ -102,7 +101,6 @@ class FlowPlan:
     pace: Callable[[], WirePace | None] = lambda: None
     bells: WireBells | None = None
     lane: str = ""
-    pulled: bool = False
     unstaged: bool | None = None
 
 
@@ -132,7 +130,6 @@ class Flow(Machine[Sending]):
         self._readiness = readiness
         self._repeat = Repeater(options)
         self._unquiet: set[Segment] = set()
-        self._offered: dict[Segment, int] = {}
         self._finished: Finished | None = None
         self._aux = Parts(options.aux_part)
         self._bells: dict[Segment, int] = {}
@@ -221,16 +218,6 @@ class Flow(Machine[Sending]):
         number = self._bells.setdefault(segment, len(self._bells))
         return Ring(self.peer, slot + number, value + number, segment) if number < count else None
 
-    @property
-    def offered_bytes(self) -> int:
-        """Bytes of our pages that decode may read; 0: it reads none."""
-        return sum(self._offered.values())
-
-    @property
-    def readable(self) -> bool:
-        """True while decode may read pages of ours, or is about to learn that it may."""
-        return bool(self._offered) or (self.busy and self.plan is not None and self.plan.pulled)
-
     # Moving.
 
     def _on_expect_again(self, event: Expect) -> None:
@@ -316,13 +303,10 @@ class Flow(Machine[Sending]):
         part = self.outbound[event.segment]
         self.outbound.move(part, SegmentStep.ANNOUNCED)
         lease = None if part.grant is None else part.grant.lease
-        if event.offer is not None:
-            self._offered[event.segment] = part.nbytes
         bell = None if event.sums is not None else self.bell(event.segment)
         if bell is not None:
             self._out.append(bell)
-        box = segment_to_wire(event.segment)
-        notice = ChunkReady(**self._head, segment=box, lease=lease, sums=event.sums, offer=event.offer)
+        notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
         self._check_finished()
 
@@ -353,7 +337,6 @@ class Flow(Machine[Sending]):
             return False
         for kind in ("request", "return", "notice"):
             self._repeat.stop((kind, segment))
-        self._offered.pop(segment, None)
         self.outbound.land(segment)
         return True
 
@@ -406,7 +389,6 @@ class Flow(Machine[Sending]):
     def _on_complete(self, event: Complete) -> None:
         """Every notice has come, although its ``Landed`` may be lost."""
         self._repeat.clear()
-        self._offered.clear()
         self.outbound.land_all()
         self.state = Sending.COMPLETE
 
@@ -429,7 +411,6 @@ class Flow(Machine[Sending]):
         self._stop_moving()
 
     def _on_gone(self, event: Gone) -> None:
-        self._offered.clear()
         self._on_lost(Lost(event.peer, PeerLostError(f"{self._name()}: the peer's process has ended")))
 
     def _on_cancel(self, event: Cancel) -> None:
@@ -444,10 +425,7 @@ class Flow(Machine[Sending]):
             self._out.append(self._repeat.start("abort", Send(self.peer, abort), self.now))
 
     def _stop_moving(self) -> None:
-        """Post nothing more; send ``Drained`` once no posted write is left.
-
-        What was offered stays offered: only the answer, or the end of the peer's process, proves that it is not read.
-        """
+        """Post nothing more; send ``Drained`` once no posted write is left."""
         self._repeat.clear()
         self.outbound.clear()
         self.state = Sending.ABORTING
@@ -457,7 +435,7 @@ class Flow(Machine[Sending]):
         if self._unquiet:
             return
         self._repeat.clear()
-        if self._lost and not self._offered:
+        if self._lost:
             self.state = Sending.CLOSED
             return
         self.state = Sending.DRAINING
@@ -484,22 +462,11 @@ class Flow(Machine[Sending]):
         self._lost = True
         self._repeat.clear()
 
-    def _on_gone_late(self, event: Gone) -> None:
-        self._offered.clear()
-        self._on_lost_late(event)
-
-    def _on_lost_draining(self, event: Lost) -> None:
-        """A silent peer may read what we have offered, now or once it goes on: it is asked until it answers."""
-        self._lost = True
-        if not self._offered:
-            self._on_close(event)
-
     def _on_answer_drained(self, event: Abort) -> None:
         self._send(Drained(**self._head, reason=words(self.error), broken=self._broken))
 
     def _on_close(self, event: Decided | DrainedAck | Lost | Gone | Cancel) -> None:
         self._repeat.clear()
-        self._offered.clear()
         self.state = Sending.CLOSED
 
     # Words.
@@ -516,7 +483,6 @@ class Flow(Machine[Sending]):
         outbound.check_integrity(self._unquiet)
         assert not self._unquiet or state is Sending.ABORTING or state is Sending.MOVING
         assert not outbound or state is Sending.MOVING or state is Sending.FINISHED
-        assert not self._offered or state not in (Sending.COMPLETE, Sending.CLOSED)
         assert state is not Sending.FINISHED or outbound.unacknowledged == len(outbound)
         assert state is not Sending.COMPLETE or outbound.segments_landed >= outbound.announced
 

@@ -35,7 +35,6 @@ class InboundSegment:
         sums: checksums of the writers' bytes, where the segment is compared.
         prepared: the places of this lease have been passed on for preparing a scatter.
         scattering: the lease, or the pages that its comparison covers, are being read.
-        pulling: writers whose pages are being read, or will be.
     """
 
     writers: tuple[Rank, ...]
@@ -50,19 +49,16 @@ class InboundSegment:
     sums: dict[Rank, bytes] = field(factory=dict)
     prepared: bool = False
     scattering: bool = False
-    pulling: set[Rank] = field(factory=set)
 
     def reusable(self, ended: Collection[Rank], *, wanted: bool) -> bool:
         """Whether the lease may be reused: no scatter reads it, no writer may write to it, no wanted byte is in it.
-
-        Without a lease: whether no pull reads or writes for the segment.
 
         Args:
             ended: ranks that are proved to write nothing more.
             wanted: the room has not failed: bytes that are staged still go to pages.
         """
         writing = self.lease is not None and not self.asked <= self.arrived.union(ended)
-        return not (self.scattering or self.pulling or writing or (wanted and self.staged))
+        return not (self.scattering or writing or (wanted and self.staged))
 
     def places(self, of: Collection[Rank]) -> dict[Rank, int]:
         """The byte of the ring at which each of these writers' bytes begin."""
@@ -87,8 +83,6 @@ class InboundSegment:
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         assert self.arrived.issubset(self.writers)
-        assert self.pulling.issubset(self.writers)
-        assert not self.pulling & self.arrived
         assert self.staged <= self.arrived <= self.asked | (self.arrived - self.staged)
         assert self.lease is not None or not self.staged
         assert self.asked <= self.asks.keys()
@@ -120,12 +114,8 @@ class InboundSegments:
 
     @property
     def scattering(self) -> bool:
-        """Whether any of them is being scattered, pulled or compared."""
-        return any(part.scattering or part.pulling for part in self._segments.values())
-
-    def pulls_from(self, rank: Rank) -> bool:
-        """Whether pages of a writer are being read, or will be."""
-        return any(rank in part.pulling for part in self._segments.values())
+        """Whether any of them is being scattered or compared."""
+        return any(part.scattering for part in self._segments.values())
 
     def has_placed(self, segment: Segment) -> bool:
         """Whether all of its rows are in our pages."""
@@ -177,7 +167,7 @@ class InboundSegments:
 
     def conclude(self, segments: int, nbytes: int) -> None:
         """All rows are in our pages, as a number of segments and bytes; those in hand have no lease, and are done."""
-        assert not any(part.asks or part.pulling for part in self._segments.values())
+        assert not any(part.asks for part in self._segments.values())
         self._segments.clear()
         self.segments_placed, self.bytes_placed = segments, nbytes
 

@@ -7,8 +7,7 @@ I/O. :data:`~disagg_kv.core.room.tables.RECEIVING` names the method for each pai
   With both, each prefill rank gets an ``Expect``, which is repeated until ``Expected`` answers it.
 * ``MOVING``: a writer requests a lease for a segment, writes, and announces its part (``ChunkReady``). All writers of a
   segment share one lease; each has its own range of it. When the last part has arrived, the lease is scattered. A
-  segment on exposed pages has no lease, and is scattered only where it is compared. A writer may offer its own pages
-  instead: a kernel of this process pulls its part, and only the end of that is the arrival of the part.
+  segment on exposed pages has no lease, and is scattered only where it is compared.
 * ``PLACED``: every writer is done, all that it announced has arrived, and the placed rows are exactly those awaited.
   This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against. ``Concluded`` leads here
   at once, without a ``Done``: decode's engine has seen from bells that all rows are in its pages. That is final, so no
@@ -44,8 +43,6 @@ from ..base import (
     Options,
     Phase,
     Prepare,
-    Pull,
-    Pulled,
     Reserve,
     Scatter,
     Scattered,
@@ -75,7 +72,6 @@ from ..wire.frames import (
     TablePart,
     TablesTaken,
     WireBells,
-    WireOffer,
     WirePace,
 )
 from ..wire.page_runs import total, without_pages
@@ -112,7 +108,6 @@ class ReceiveRoom(DrainingRoom):
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
         self._bells: tuple[WireBells, ...] = ()
-        self._barred: tuple[str, ...] = ()
         self._uncut = False
         self._stop: int | None = None
         self.doubted = False
@@ -150,8 +145,8 @@ class ReceiveRoom(DrainingRoom):
     def listens(self) -> tuple[Awaited, Intake] | None:
         """What is awaited, while bells alone can show that it is there; else None.
 
-        Every writer has opened the room, and has named what carries its writes; none has asked for a lease or offered
-        pages. Also when all has landed, until the ranks agree: bells may show first that all others succeed.
+        Every writer has opened the room, and has named what carries its writes; none has asked for a lease. Also when
+        all has landed, until the ranks agree: bells may show first that all others succeed.
         """
         moving = self.state is Receiving.MOVING and self._claim_by == inf and not self.paths
         if not self._bells or not (moving or self.state is Receiving.PLACED):
@@ -182,7 +177,6 @@ class ReceiveRoom(DrainingRoom):
         self._intake = event.intake
         self._pace = event.pace
         self._bells = event.bells
-        self._barred = event.barred
         self._uncut |= event.uncut
         self._introduce(event)
         self._begin()
@@ -193,7 +187,6 @@ class ReceiveRoom(DrainingRoom):
         self.state = Receiving.MOVING
         self._claim_by = self.now + self._options.claim_s
         a = self._awaited
-        self._awaited = a = evolve(a, paths=tuple(path for path in a.paths if path not in self._barred))
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
         if a.tables is not None and total(a.tables) > self._options.table_part:
@@ -251,7 +244,12 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_request(self, event: StagingRequest) -> None:
         w = self._writer(event)
-        if not self._takes(w, event.path):
+        if w.rank not in self.paths:
+            self.paths[w.rank] = event.path
+            self.path = "+".join(sorted(set(self.paths.values())))
+        assert self._awaited is not None
+        if self.paths[w.rank] != event.path or event.path not in self._awaited.paths:
+            self._refuse(w, f"must not use path {event.path!r}")
             return
         if w.open >= self._options.window and Segment(*event.segment) not in self.inbound:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
@@ -278,17 +276,6 @@ class ReceiveRoom(DrainingRoom):
         if again:
             self._send(w, Queued(**self._to(w), segment=event.segment))
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
-
-    def _takes(self, w: Writer, path: str) -> bool:
-        """Whether a writer uses a path that it may use, and no other; else the room has failed."""
-        assert self._awaited is not None
-        if w.rank not in self.paths:
-            self.paths[w.rank] = path
-            self.path = "+".join(sorted(set(self.paths.values())))
-        if self.paths[w.rank] != path or path not in self._awaited.paths:
-            self._refuse(w, f"must not use path {path!r}")
-            return False
-        return True
 
     def _part(self, w: Writer, box: Box) -> InboundSegment | None:
         """The segment in hand, new or not; None: it was answered, or it has failed the room."""
@@ -345,12 +332,6 @@ class ReceiveRoom(DrainingRoom):
     def _on_chunk_ready(self, event: ChunkReady) -> None:
         assert self._awaited is not None
         w = self._writer(event)
-        if event.offer is not None:
-            if event.lease is not None:
-                self._refuse(w, f"offers pages, and used lease {event.lease}")
-            elif self._takes(w, event.offer.path):
-                self._pull(w, event, event.offer)
-            return
         if event.lease is None and self._awaited.tables is None:
             self._refuse(w, "wrote to pages that were not exposed")
             return
@@ -368,15 +349,15 @@ class ReceiveRoom(DrainingRoom):
         if w.rank not in part.arrived:
             self._land(w, segment, part, event)
 
-    def _land(self, w: Writer, segment: Segment, part: InboundSegment, notice: ChunkReady | None) -> None:
-        """A writer's part of a segment is there; ``notice`` None: it was pulled."""
+    def _land(self, w: Writer, segment: Segment, part: InboundSegment, notice: ChunkReady) -> None:
+        """A writer's part of a segment is there."""
         self._arrive(part, w)
         if problem := w.problem:
             self._refuse(w, problem)
             return
-        if notice is not None and notice.sums is not None:
+        if notice.sums is not None:
             part.sums[w.rank] = notice.sums
-        if notice is not None and notice.lease is not None:
+        if notice.lease is not None:
             part.staged.add(w.rank)
         if len(part.arrived) < len(part.writers):
             self._check_placed()
@@ -385,33 +366,6 @@ class ReceiveRoom(DrainingRoom):
             self._out.append(Scatter(segment, part.places(part.staged), part.sums))
         else:
             self._finish_part(segment)
-
-    def _pull(self, w: Writer, event: ChunkReady, offer: WireOffer) -> None:
-        """Read what a writer offers, once, without waiting for others: its engine may want its pages back."""
-        assert self._awaited is not None
-        part = self._part(w, event.segment)
-        if part is None or w.rank in part.pulling:
-            return
-        segment = segment_from_wire(event.segment)
-        if w.rank in part.arrived:
-            self._send_landed(w, segment)
-        elif problem := unlike(self.room, segment, event.sums, self._awaited.verify):
-            self._refuse(w, f"sent {problem} of {segment}")
-        else:
-            part.pulling.add(w.rank)
-            self._out.append(Pull(segment, w.rank, offer, event.sums))
-
-    def _on_pulled(self, event: Pulled) -> None:
-        part = self.inbound[event.segment]
-        w = next(w for w in self._writers.values() if w.rank == event.rank)
-        if event.quiet:
-            part.pulling.discard(w.rank)
-        if event.error is not None:
-            self.broken = True
-            self._fail(ours(event.error, f"{self._name()}: pull of {event.segment} failed", **self._who(w)))
-            return
-        self._send_landed(w, event.segment)
-        self._land(w, event.segment, part, None)
 
     def _on_scattered(self, event: Scattered) -> None:
         self.inbound[event.segment].scattering = False

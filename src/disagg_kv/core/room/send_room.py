@@ -76,13 +76,8 @@ class SendRoom:
 
     @property
     def released(self) -> bool:
-        """True: the outcome is final, and no gather, write or peer reads the room's pages any more."""
-        return (self.done or self.error is not None) and not self.reading
-
-    @property
-    def reading(self) -> bool:
-        """True while something of ours, or a decode rank, may read the room's pages."""
-        return self.reads > 0 or any(flow.readable for flow in self.flows.values())
+        """True: the outcome is final, and no gather or write reads the room's pages any more."""
+        return (self.done or self.error is not None) and self.reads == 0
 
     @property
     def closed(self) -> bool:

@@ -7,7 +7,6 @@ Rules that hold in every row:
 * A terminal outcome never changes. Ended rooms are answered from their tombstone, not from here.
 * Memory that a peer may still write to is released in ``DRAINING`` only on evidence: its part landed, it sent
   ``Drained``, or it is ``Gone``. ``Lost`` is no evidence.
-* Pages that a peer may still read are released on evidence, too: ``Landed``, ``Complete``, ``DrainedAck`` or ``Gone``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from ..base import (
     Leased,
     Lost,
     Offered,
-    Pulled,
     Quiet,
     Scattered,
     Tick,
@@ -145,7 +143,6 @@ RECEIVING: Table = _table(
             ChunkReady: ("chunk_ready", (R.MOVING, R.PLACED, *_FAILS)),
             Concluded: ("concluded", (R.PLACED,)),
             Scattered: ("scattered", (R.MOVING, R.PLACED, *_FAILS)),
-            Pulled: ("pulled", (R.MOVING, R.PLACED, *_FAILS)),
             AuxPart: ("aux_part", (R.MOVING, *_FAILS)),
             Done: ("done", (R.MOVING, R.PLACED, *_FAILS)),
             Abort: ("their_abort", _FAILS),
@@ -184,7 +181,6 @@ RECEIVING: Table = _table(
             Leased: ("leased_late", ()),
             ChunkReady: ("late_chunk", _FAILS),
             Scattered: ("scattered_late", _FAILS),
-            Pulled: ("pulled_late", _FAILS),
             AuxPart: ("ignore", ()),
             Done: ("late_done", _FAILS),
             Abort: ("acknowledge", ()),
@@ -200,7 +196,7 @@ RECEIVING: Table = _table(
 
 P = Sending
 _ENDS = (P.ABORTING, P.DRAINING)
-_LOST = (P.ABORTING, P.DRAINING, P.CLOSED)
+_LOST = (P.ABORTING, P.CLOSED)
 
 SENDING: Table = _table(
     {
@@ -236,7 +232,7 @@ SENDING: Table = _table(
             Abort: ("their_abort", (P.DRAINING,)),
             AbortAck: ("ignore", ()),
             DrainedAck: ("ignore", ()),
-            Lost: ("lost", (P.DRAINING, P.CLOSED)),
+            Lost: ("lost", (P.CLOSED,)),
             Gone: ("gone", (P.CLOSED,)),
             Cancel: ("cancel", (P.DRAINING,)),
             Tick: ("tick", ()),
@@ -276,7 +272,7 @@ SENDING: Table = _table(
             AbortAck: ("abort_known", ()),
             DrainedAck: ("ignore", ()),
             Lost: ("lost_late", ()),
-            Gone: ("gone_late", ()),
+            Gone: ("lost_late", ()),
             Cancel: ("ignore", ()),
             Tick: ("tick", ()),
         },
@@ -293,7 +289,7 @@ SENDING: Table = _table(
             Abort: ("answer_drained", ()),
             AbortAck: ("ignore", ()),
             DrainedAck: ("close", (P.CLOSED,)),
-            Lost: ("lost_draining", (P.DRAINING, P.CLOSED)),
+            Lost: ("close", (P.CLOSED,)),
             Gone: ("close", (P.CLOSED,)),
             Cancel: ("ignore", ()),
             Tick: ("tick", ()),

@@ -149,13 +149,6 @@ class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True
     pages: Annotated[bytes, Meta(max_length=MAX_TABLE)]
 
 
-class WireOffer(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The writer's own pages of a segment, which decode reads by ``path``; they stay as they are until ``Landed``."""
-
-    path: Name
-    tables: Annotated[tuple[WireTable, ...], Few]
-
-
 class Frame(Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of every frame."""
 
@@ -295,13 +288,11 @@ class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_u
     """Prefill -> decode, after the write's completion: this rank's part is there; ``lease`` None: exposed pages.
 
     ``sums``: the checksum of this rank's part of each layer in its pages, if the segment is compared; 0 without a part.
-    ``offer``: nothing was written; the part is final in this rank's own pages. ``Landed`` says that decode has read it.
     """
 
     segment: Box
     lease: U | None
     sums: LayerSums | None = None
-    offer: WireOffer | None = None
 
 
 class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=10):
@@ -351,7 +342,7 @@ class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkn
 
 
 class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=15):
-    """Decode -> prefill: the evidence has arrived, and decode reads no page of this rank for the room, now or later."""
+    """Decode -> prefill: the evidence has arrived."""
 
 
 class Vote(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):

@@ -23,21 +23,6 @@ ID = 4
 RUN = 8
 """Bytes of a page id, and of a run."""
 
-OFFER_ROW = 4 * ID
-"""Bytes of an offer that a row takes at most: a page id in each of four groups. Where pages have more rows, more groups
-fit. All writers of a segment cut it alike, so this depends on nothing that may differ between their pools."""
-
-
-def offer_rows(nbytes: int) -> int:
-    """Rows of a segment whose offer has that many bytes at most."""
-    return max(1, nbytes // OFFER_ROW)
-
-
-def nameable(rows_per_page: Iterable[int], nbytes: int) -> bool:
-    """Whether an offer of that many bytes names the pages of any segment, in groups with these rows per page."""
-    rows = offer_rows(nbytes)
-    return sum(1 + (rows + of - 2) // of for of in rows_per_page) * ID <= max(nbytes, OFFER_ROW)
-
 
 def tables_to_wire(tables: Iterable[PageTable]) -> tuple[WireTable, ...]:
     """Each in the shorter form, with all its bytes."""

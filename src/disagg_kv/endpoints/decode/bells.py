@@ -22,7 +22,7 @@ Only claims are shared: each can be taken once. So an event that fails the room 
 after it, and the engine never sees another outcome later. On the endpoint's thread a conclusion is the event
 :class:`~disagg_kv.core.Concluded`. The room's machine knows frames alone, and they may contradict the bells where a
 prefill rank is wrong. So that event cannot fail: what a claim was taken for has happened. The engine comes to no
-conclusion about a room that has leases or pulls, since their kernels would write into pages that it takes for complete.
+conclusion about a room that has leases, since scatters would write into pages that it takes for complete.
 
 Where decode does not know the end of the room, or awaits aux data, the final records of all writers are needed. The aux
 data are stored before the claim is taken, so the engine never sees the room done without them. A store that fails

@@ -8,9 +8,6 @@ The ranks of an instance whose links were dropped are dialled at the addresses t
 is not asked. If one of them does not answer there, or another one does, the rendezvous is asked after all. While a room
 waits here, the ranks that are connected are in use: none loses its link before the last one is connected.
 
-Where a path pulls, the pools of ranks are mapped for the first room that reads them. Rooms wait here for that too, see
-:class:`.sources.PullSources`.
-
 Every method that may let rooms leave returns them. The caller checks that they are still open.
 """
 
@@ -29,7 +26,6 @@ from ..loop.event_loop import EventLoop
 from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
 from ..peers.handshake import RemoteEndpoint
 from .room import DecodeRoom
-from .sources import PullSources
 
 
 @frozen
@@ -64,7 +60,6 @@ class PrefillInstance:
         held: ranks that are in use for them.
         returning: ranks whose links were dropped are dialled at the addresses that were known.
         moved: one of them was not found there; the rendezvous is asked for the rooms that wait.
-        mapping: all are connected, and pools that rooms read are still being mapped.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -75,7 +70,6 @@ class PrefillInstance:
     held: dict[Epoch, None] = field(factory=dict)
     returning: bool = False
     moved: bool = False
-    mapping: bool = False
 
     def fail(self, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
         """No room that waits can begin, as the rank at ``address`` is not there. The addresses are asked for again."""
@@ -88,9 +82,8 @@ class PrefillInstance:
 class Discovery:
     """Instances that rooms wait for; everything here runs on the endpoint's thread."""
 
-    def __init__(self, loop: EventLoop, sources: PullSources) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._sources = sources
         self._instances: dict[Source, PrefillInstance] = {}
 
     def add(self, room: DecodeRoom) -> Sequence[Outcome]:
@@ -185,9 +178,6 @@ class Discovery:
         instance = self._instances.get(room.source)
         why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
         name = room.source.instance
-        if instance is not None and instance.mapping:
-            late = f"the pools of prefill instance {name!r} were not mapped in {self._loop.options.silence_s:g} s"
-            return PeerLostError(late, instance=name)
         reason = f"prefill instance {name!r} was not found in {self._loop.options.silence_s:g} s{why}"
         return PeerLostError(reason, instance=name)
 
@@ -235,8 +225,7 @@ class Discovery:
         return lives
 
     def _ready(self, source: Source, instance: PrefillInstance) -> list[Outcome]:
-        """The rooms that wait, once all ranks are connected, and their pools mapped where a path pulls."""
-        instance.mapping = False
+        """The rooms that wait, once all ranks are connected."""
         epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
         remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
         ready = tuple(remote for remote in remotes if remote is not None)
@@ -248,25 +237,10 @@ class Discovery:
         ):
             self._ask_after_all(source, instance)
             return []
-        found = [self._outcome(room, ready) for room in instance.waiting.values()]
-        outcomes = [outcome for outcome in found if outcome is not None]
-        for outcome in outcomes:
-            del instance.waiting[outcome.room.key]
-        instance.mapping = bool(instance.waiting)
-        if instance.mapping:
-            self._hold(instance)
-            return outcomes
         instance.returning = instance.moved = False
+        waiting, instance.waiting = instance.waiting, {}
         self._let_go(instance)
-        return outcomes
-
-    def _outcome(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> Outcome | None:
-        """How a room whose ranks are connected leaves; None: pools that it reads are being mapped."""
-        try:
-            check_ranks(room.source, remotes)
-            return Found(room, remotes) if self._sources.ready(room, remotes) else None
-        except DisaggKVError as exc:
-            return Unreachable(room, exc)
+        return [_checked(room, ready) for room in waiting.values()]
 
     def _with(self, address: str) -> list[tuple[Source, PrefillInstance]]:
         return [(of, one) for of, one in self._instances.items() if one.addresses and address in one.addresses]
@@ -278,6 +252,14 @@ def _named(error: DisaggKVError, source: Source, rank: int | None) -> DisaggKVEr
         return error
     name = f"instance {source.instance!r}"
     return error.about(name if rank is None else f"rank {rank} of {name}", instance=source.instance, rank=rank)
+
+
+def _checked(room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> Outcome:
+    try:
+        check_ranks(room.source, remotes)
+    except DisaggKVError as exc:
+        return Unreachable(room, exc)
+    return Found(room, remotes)
 
 
 def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:

@@ -18,10 +18,10 @@ from ...memory import Buffer, MemoryPool
 from ...planning import Segment
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
-from ...strategies import AUTO, TransferPlanner, paths, pulls_pages
+from ...strategies import AUTO, TransferPlanner, paths
 from ...strategies import strategy as named
 from ...trace import Observer
-from ...transports import SupportsMapping, Transport
+from ...transports import Transport
 from ..api import Usage
 from ..handle import ChangeQueue
 from ..loop.construction import Parts
@@ -34,7 +34,6 @@ from .ballots import new_words
 from .commands import PostedCommands
 from .handle import ReceptionHandle
 from .inspection import DecodeInspection
-from .pulls import warm_pulls
 from .quarantine import ALL_QUARANTINE
 from .rate_limit import SCATTER_BYTES_PER_S, RateLimiter
 from .rooms import DecodeSide
@@ -59,7 +58,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
         waits_for_peers: the engine keeps the pages of a room until ``released``, also where that waits for evidence
             that no peer writes to them. False: pages are never exposed, and ``released`` waits for own kernels alone.
-            ``"auto"`` then allows ``"mapped_pull"``, for which the endpoint maps the memory of prefill ranks.
         ring_bytes: bytes of the staging ring; None: 256 MiB on a CPU, 4 GiB on a GPU. A segment takes at most an eighth
             of it.
         allocator: creates the allocator of the ring from its number of bytes.
@@ -132,7 +130,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
                 ring_region=ring_region,
                 ring_bytes=ring_bytes,
                 lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
-                prepare=partial(warm_pulls, movers, pool),
             )
 
             def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
@@ -208,15 +205,11 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 def _usable(
     wanted: str, pool: MemoryPool, transport: Transport, waits: bool
 ) -> tuple[tuple[TransferPlanner, ...], bool]:
-    """The paths that prefill may take, and whether one of them exposes pages.
-
-    ``auto`` allows those that expose pages, or those that pull, by whether the engine waits for peers.
-    """
+    """The paths that prefill may take, and whether one of them exposes pages."""
     known = paths()
     able = exposable(transport, list(pool.buffers))
     if wanted == AUTO:
-        exposes, pulls = able and waits, isinstance(transport, SupportsMapping) and not waits
-        usable = tuple(p for p in known.values() if (exposes or not p.exposes_pages) and (pulls or not pulls_pages(p)))
+        usable = tuple(p for p in known.values() if (able and waits) or not p.exposes_pages)
     else:
         usable = (known[wanted],)
         check_mapping(wanted, usable, transport)
@@ -228,6 +221,6 @@ def _usable(
         if usable[0].exposes_pages and not waits:
             raise ConfigurationError(
                 f"path {wanted!r} has peers write into pages, and the engine does not wait for them (waits_for_peers): "
-                "take path 'staged' or 'mapped_pull'"
+                "take path 'staged'"
             )
     return usable, any(p.exposes_pages for p in usable)

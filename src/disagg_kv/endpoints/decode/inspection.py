@@ -11,7 +11,6 @@ from ...ids import Epoch
 from ...planning import Segment
 from ...staging import GrantQueue
 from ..loop.inspection import LoopInspection
-from .pulls import PullQueue
 from .room import DecodeRoom
 
 
@@ -41,7 +40,6 @@ class DecodeInspection:
         rooms: that are not forgotten; of each, ``machine.inspect()`` says more.
         queue: the leases, and who waits for one.
         scatters: from the ring into pages.
-        pulls: from prefill's pages into ours.
         exposes: whether prefill may write straight to pages.
     """
 
@@ -49,5 +47,4 @@ class DecodeInspection:
     rooms: Mapping[RoomKey, DecodeRoom]
     queue: GrantQueue[Epoch, tuple[RoomKey, Segment]]
     scatters: ScatterInspection
-    pulls: PullQueue
     exposes: bool

@@ -8,7 +8,7 @@ from ...core import Awaited, ReceiveRoom, Receiving, RoomKey
 from ...core.room.machine import ours
 from ...core.wire.frames import WireBells
 from ...ids import Rank, room_name
-from ...memory import Event, MappedPool
+from ...memory import Event
 from ...planning import InstancePlans, PairPlan, Segment
 from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
@@ -23,9 +23,8 @@ class DecodeRoom:
 
     ``ready``: fires once its pages may be written. ``checking``: what must end before prefill is asked for rows, namely
     that event or the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
-    ``sources``: pools of prefill ranks as they are mapped here. ``queued``: since when segments wait for staging
-    memory, for the observer. ``given_up``: the engine has aborted it. ``awaited``: what its machine knows of
-    ``wanted``. ``uncut``: no prefill rank stages rows of it.
+    ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
+    ``awaited``: what its machine knows of ``wanted``. ``uncut``: no prefill rank stages rows of it.
     ``bells``: the slots of its writers, by rank. ``watch``: what the engine sees of them.
     """
 
@@ -40,7 +39,6 @@ class DecodeRoom:
     ready: Event | None = None
     checking: CachedPagesCheck | PagesReady | None = None
     pairs: dict[Rank, PairPlan] = field(factory=dict)
-    sources: dict[Rank, MappedPool] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
     given_up: bool = False
     awaited: Awaited | None = None

@@ -26,7 +26,6 @@ from ...core import (
     Lost,
     Options,
     Prepare,
-    Pull,
     Quarantine,
     ReceiveRoom,
     Receiving,
@@ -43,7 +42,7 @@ from ...core import (
 from ...core.room.machine import ours
 from ...core.timers import Timers
 from ...core.wire.frames import Done, WirePace
-from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
+from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
@@ -67,14 +66,12 @@ from .ended import answer_ended
 from .expecting import PendingExpectations
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
-from .pulls import PullQueue
 from .quarantine import check_quarantine
 from .rate_limit import RateLimiter
 from .receipts import Receipts
 from .room import DecodeRoom
 from .room_bells import RoomBells
 from .scatter import ScatterQueue
-from .sources import PullSources
 from .uncut import UncutRooms
 
 log = logging.getLogger("disagg_kv")
@@ -108,13 +105,11 @@ class DecodeSide:
         self._changes = changes
         self._expectations = PendingExpectations(loop, pool, kernels, exposed, verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
-        self._sources = PullSources(loop, self._plans_of)
-        self._discovery = Discovery(loop, self._sources)
+        self._discovery = Discovery(loop)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
         self._uncut = UncutRooms()
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
-        self._pulls = PullQueue(loop, pool, kernels, self._scatters.pair, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
@@ -135,8 +130,7 @@ class DecodeSide:
 
     def inspect(self) -> DecodeInspection:
         """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        scatters, pulls = self._scatters.inspect(), self._pulls
-        return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, scatters, pulls, self._exposed)
+        return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, self._scatters.inspect(), self._exposed)
 
     # Commands of the engine, on this thread.
 
@@ -172,8 +166,7 @@ class DecodeSide:
     def _is_uncut(self, room: DecodeRoom) -> bool:
         """Whether no prefill rank stages rows of a room; False until its ranks and what it awaits are known."""
         if room.awaited is not None and room.plans is not None:
-            allowed = set(room.awaited.paths).difference(self._sources.barred(room))
-            paths = [path for path in self._loop.me.paths if path.name in allowed]
+            paths = [path for path in self._loop.me.paths if path.name in room.awaited.paths]
             parts = room.plans.intake(room.plans.rotation(room.key.room)).parts
             writers = [remote for remote, part in zip(room.remotes, parts, strict=True) if part]
             room.uncut = self._uncut.allows(writers, paths, room.awaited.tables is not None, self._loop.now)
@@ -198,8 +191,7 @@ class DecodeSide:
                 continue
             try:
                 check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
-                room.sources = self._sources.find(room, outcome.remotes)
-            except DisaggKVError as exc:
+            except QuarantineFullError as exc:
                 self._handle(room, Cancel(exc))
                 continue
             self._introduce(room, outcome.remotes)
@@ -208,19 +200,14 @@ class DecodeSide:
         """Begin a room with its prefill ranks."""
         room.remotes = remotes
         writers = tuple(r.epoch for r in remotes)
-        room.plans = self._plans_of(remotes)
+        if writers not in self._plans:
+            self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
+        room.plans = self._plans[writers]
         pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
         for epoch in writers:
             self._used.use(epoch, room.key, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
-        barred = self._sources.barred(room)
-        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), barred, self._is_uncut(room)))
-
-    def _plans_of(self, remotes: Sequence[RemoteEndpoint]) -> InstancePlans:
-        writers = tuple(r.epoch for r in remotes)
-        if writers not in self._plans:
-            self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
-        return self._plans[writers]
+        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), self._is_uncut(room)))
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
@@ -231,10 +218,6 @@ class DecodeSide:
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
         self._say(self._cancelled.met(remote))
-        self._take_found(self._discovery.on_up(remote.hello.address))
-
-    def on_mapped(self, remote: RemoteEndpoint) -> None:
-        """It is known whether pages of a prefill rank can be read here: rooms waited for that."""
         self._take_found(self._discovery.on_up(remote.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:
@@ -398,8 +381,6 @@ class DecodeSide:
                     self._scatters.prepare(room, effect)
                 case Scatter():
                     self._scatters.add(room, effect)
-                case Pull():
-                    self._pulls.add(room, effect)
                 case Store(data):
                     if room.wanted is not None and room.wanted.aux is not None:
                         self._store(room, room.wanted.aux, data)
@@ -463,10 +444,9 @@ class DecodeSide:
             self._receipts.flush()
         if self._expectations:
             self._ask()
-        pulling = self._pull() if self._pulls.active else False
         scatters = self._scatters
         if not scatters.active:
-            return pulling or bool(self._expectations)
+            return bool(self._expectations)
         if not self._loop.may_copy(scatters.queues):
             return True
         budget = self._loop.budget()
@@ -476,14 +456,7 @@ class DecodeSide:
             self._take_scattered()
         self._take_scattered()
         scatters.prepare_one()
-        return scatters.waits or budget.spent or pulling or bool(self._expectations)
-
-    def _pull(self) -> bool:
-        """Go on with pulls, and act on those that have ended; True while one runs, or is left for the next step."""
-        moving = self._pulls.work()
-        while (ended := self._pulls.outcome()) is not None:
-            self._handle(*ended)
-        return moving
+        return scatters.waits or budget.spent or bool(self._expectations)
 
     def _take_scattered(self) -> None:
         while (ended := self._scatters.outcome()) is not None:
@@ -567,8 +540,7 @@ class DecodeSide:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = [self._timers.next_at(), self._scatters.ready_at, self._cancelled.next_at()]
-        times += [self._discovery.next_at(), self._pulls.ready_at]
+        times = [self._timers.next_at(), self._scatters.ready_at, self._cancelled.next_at(), self._discovery.next_at()]
         if self._queue.waiting:
             times.append(self._lively_at)
         return min((t for t in times if t is not None), default=None)
@@ -588,7 +560,6 @@ class DecodeSide:
             if room.machine.now >= since:
                 room.machine.check_integrity()
         self._scatters.check_integrity(self._queue, self._rooms.values())
-        self._pulls.check_integrity()
 
 
 def _key(frame: RoomFrame) -> RoomKey:

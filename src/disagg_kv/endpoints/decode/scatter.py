@@ -288,7 +288,7 @@ class ScatterQueue:
         assert room.wanted is not None
         began = self._loop.clock()
         site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
-        layouts = {rank: self.pair(room, rank).target_view.layout(segment) for rank in effect.sums}
+        layouts = {rank: self._pair(room, rank).target_view.layout(segment) for rank in effect.sums}
         sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
         one.comparing = self._loop.clock() - began
         room.handle.report.spend("checksum", one.comparing)
@@ -300,10 +300,10 @@ class ScatterQueue:
     def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
         assert room.wanted is not None
         tables = room.wanted.tables
-        job = Job(self.pair(room, rank), segment, target_tables=tables)
+        job = Job(self._pair(room, rank), segment, target_tables=tables)
         return Move(self._paths[room.machine.paths[rank]].receive(job), tables, base)
 
-    def pair(self, room: DecodeRoom, rank: Rank) -> PairPlan:
+    def _pair(self, room: DecodeRoom, rank: Rank) -> PairPlan:
         """What a prefill rank sends of what this room awaits."""
         found = room.pairs.get(rank)
         if found is None:

@@ -6,7 +6,7 @@ sides a frame. Decode knows them all, so it says in ``Expect`` whether a room is
 
 * Kernels of all prefill ranks that send rows of it here have to queue copies. Others keep a thread for as long as a
   segment takes.
-* Either decode allows only paths that copy from pages to pages, or each of these ranks took no staging memory for the
+* Either decode allows only paths that copy into mapped pages, or each of these ranks took no staging memory for the
   last room of which it sent rows here, and could have copied into mapped pages. They then take any path that needs no
   staging memory. They still compare all paths, and say whether they would stage again.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...ids import Epoch, Generation
-from ...strategies import TransferPlanner, copies_pages
+from ...strategies import TransferPlanner, maps_pages
 from ..peers.handshake import RemoteEndpoint
 
 CUT_S = 60.0
@@ -64,7 +64,7 @@ class UncutRooms:
         """
         if not all(one.hello.queues for one in writers):
             return False
-        return all(map(copies_pages, paths)) or (
+        return all(map(maps_pages, paths)) or (
             exposed
             and all(self._stages_nothing(one.epoch) and now >= self._cut_until.get(one.epoch, now) for one in writers)
         )

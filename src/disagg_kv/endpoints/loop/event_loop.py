@@ -54,7 +54,7 @@ from ..peers.directory import Directory, LookupResult
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, check_key
 from ..peers.limited_log import LimitedLog
 from ..peers.link_budget import links_of
-from ..peers.mapping import map_prefill, open_decode
+from ..peers.mapping import open_decode
 from ..peers.peer_registry import PeerRegistry
 from ..peers.process_monitor import ProcessMonitor
 from ..peers.succession import Succession, found_before
@@ -118,8 +118,7 @@ class EventLoop:
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
         ready = partial(open_decode, me) if me.role == "prefill" else None
-        later = partial(map_prefill, me)
-        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready, later)
+        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready)
         self.peer_registry = PeerRegistry(
             self.peers, self.connections, self.connections.lane, self._no_bells, options, clock
         )
@@ -449,9 +448,6 @@ class EventLoop:
     def _take_links(self) -> None:
         for linked in self.connections.results():
             self._guard(self._on_linked, linked)
-        for epoch in self.connections.mapped():
-            if (remote := self.remotes.get(epoch)) is not None:
-                self._guard(self._on_mapped, remote)
 
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
@@ -466,11 +462,6 @@ class EventLoop:
             self.side.on_up(self.remotes[up.epoch])
         for take_in in linked.frames:
             self._guard(take_in)
-
-    def _on_mapped(self, remote: RemoteEndpoint) -> None:
-        if refused := self.connections.mapping(remote.epoch).refused:
-            log.info("%s: its pages are not read here: %s", remote.name, refused)
-        self.side.on_mapped(remote)
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

@@ -25,10 +25,6 @@ class Side(Protocol):
         """A peer of the other side is there."""
         ...
 
-    def on_mapped(self, remote: RemoteEndpoint) -> None:
-        """The pool of a peer of the other side was mapped at first use, or could not be."""
-        ...
-
     def on_greeted(self, epoch: Epoch) -> None:
         """A peer of the other side had lost us, or has received no frame from us for a while."""
         ...

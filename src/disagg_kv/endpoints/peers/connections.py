@@ -2,9 +2,8 @@
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. Where prefill has a path that needs decode's
-pool mapped, the same thread maps it, and compiles kernels where they have to be. Decode maps a prefill rank's pool at
-first use (:meth:`Connections.map`), on a thread of its own. The endpoint's thread begins with :meth:`Connections.begin`
-and takes results with :meth:`Connections.results` and :meth:`Connections.mapped`. A failure is remembered from when it
+pool mapped, the same thread maps it, and compiles kernels where they have to be. The endpoint's thread begins with
+:meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
 happened, so that the next frame of that epoch does not begin another attempt at once.
 """
 
@@ -43,7 +42,7 @@ OVERDUE_S = 2 * CONNECT_S
 READY_S = 120.0
 """The same for what comes after that: compiling kernels, one peer after the other, and mapping a peer's pool."""
 
-LATE = "kernels and a mapping for it were not ready in {:g} s"
+LATE = f"kernels and a mapping for it were not ready in {READY_S:g} s"
 
 EARLY_BYTES, FRAME_BYTES = 16 << 20, 1024
 """Bytes of frames that wait until their peers are linked, and what each of them counts beside its own bytes. Those
@@ -61,8 +60,6 @@ class _Link:
         until, late: when an attempt that has not returned is overdue, and what to say then.
         linked: the attempt has succeeded.
         mapping: of the peer's pool.
-        busy: a helper thread maps the pool. A link that is dropped meanwhile stays connected until the thread returns.
-        refused_at: when the pool could not be mapped; None: that was not tried.
         lane: what carries writes to it; None: it is not connected yet.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
@@ -76,8 +73,6 @@ class _Link:
     late: str = f"its connect has not returned for {OVERDUE_S:g} s"
     linked: bool = False
     mapping: Mapping = UNMAPPED
-    busy: bool = False
-    refused_at: float | None = None
     lane: Lane | None = None
     wanted: bool = True
     error: DisaggKVError | None = None
@@ -114,7 +109,6 @@ class Connections:
         options: ``silence_s`` is how long a failure is remembered; at most ``peers`` attempts run at a time.
         get_ready: makes this side ready for a peer that was connected, on the thread that connected it; gives the
             mapping of the peer's pool. None: nothing is to be done.
-        map_later: the same, for :meth:`map`.
     """
 
     def __init__(
@@ -126,13 +120,11 @@ class Connections:
         observer: Observer,
         options: Options,
         get_ready: Callable[[Peer, Hello], Mapping] | None = None,
-        map_later: Callable[[Peer, Hello], Mapping] = lambda peer, hello: UNMAPPED,
     ) -> None:
         self._transport = transport
         self._background = background
         self._wake = wake
         self._get_ready = get_ready
-        self._map_later = map_later
         self._clock = clock
         self._observer = observer
         self._options = options
@@ -144,13 +136,10 @@ class Connections:
         self._early_bytes = 0
         self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
         self._results: deque[tuple[_Link, Mapping, DisaggKVError | None, float]] = deque()
-        self._mapped: list[Epoch] = []
 
     def begin(self, up: Up) -> ConnectResult | None:
         """Link to a peer; None: the result comes out of :meth:`results`. What is known already is returned at once."""
         link = self._links.get(up.epoch)
-        if link is not None and link.busy and not link.linked and link.error is None:
-            self._take_again(link, up)
         if link is not None and (link.linked or link.error is not None):
             return ConnectResult(up, link.error or link.peer)
         if link is not None:
@@ -170,12 +159,6 @@ class Connections:
                 self._forget(link)
             return ConnectResult(up, failed)
         return None
-
-    def _take_again(self, link: _Link, up: Up) -> None:
-        """A link was dropped while its pool is mapped, and is still connected: no room waits for that thread."""
-        link.up, link.linked, link.wanted = up, True, True
-        self._under_way -= 1
-        self._due_at = min(self._due_at, link.until)
 
     def _claim(self, up: Up) -> _Link:
         """The transport that an epoch names is its own, from before it is connected until it is disconnected.
@@ -209,7 +192,7 @@ class Connections:
             self._transport.connect(link.descriptor, CONNECT_S)
             link.lane = lane_of(self._transport, link.peer)
             if self._get_ready is not None:
-                link.until, link.late = self._clock() + READY_S, LATE.format(READY_S)
+                link.until, link.late = self._clock() + READY_S, LATE
                 mapping = self._get_ready(link.peer, link.up.hello)
             error = None
         except Exception as exc:
@@ -218,58 +201,12 @@ class Connections:
             self._results.append((link, mapping, error, self._clock()))
             self._wake()
 
-    def map(self, epoch: Epoch, most_s: float = READY_S) -> bool:
-        """Have a helper thread map the pool of a linked peer, unless it is; False: the end will be :meth:`mapped`.
-
-        A refusal counts for ``silence_s``, as a failure to connect does. An attempt that takes longer than ``most_s``,
-        from any call on, is a refusal until it returns.
-        """
-        link, now = self._links[epoch], self._clock()
-        refused = link.refused_at is not None and now - link.refused_at < self._options.silence_s
-        if link.mapping.pool is not None or refused:
-            return True
-        if not link.busy:
-            link.busy, link.refused_at, link.until = True, None, inf
-            try:
-                self._background.start(partial(self._map, link))
-            except Exception as exc:
-                link.busy = False
-                self._refuse(link, text_of(exc), now)
-                return True
-        if now + most_s < link.until:
-            link.until, link.late = now + most_s, LATE.format(most_s)
-            self._due_at = min(self._due_at, link.until)
-        return False
-
-    def _map(self, link: _Link) -> None:
-        """On a helper thread."""
-        mapping = Mapping(refused="the attempt to map its pool ended without a result")
-        try:
-            mapping = self._map_later(link.peer, link.up.hello)
-        finally:
-            self._results.append((link, mapping, None, self._clock()))
-            self._wake()
-
-    def _refuse(self, link: _Link, reason: str, at: float) -> None:
-        link.mapping, link.refused_at = Mapping(refused=reason), at
-
-    def mapped(self) -> Sequence[Epoch]:
-        """The linked peers whose pools were mapped, or refused, since the last call."""
-        ended, self._mapped = self._mapped, []
-        return ended
-
     def results(self) -> Sequence[ConnectResult]:
         """The attempts that have ended since the last call, and that are still wanted."""
         out: list[ConnectResult] = []
         while self._results:
             link, mapping, error, at = self._results.popleft()
             link.mapping = mapping
-            if link.busy:
-                link.busy = False
-                link.refused_at = None if link.mapping.pool is not None else at
-            if link.linked:
-                self._mapped.append(link.up.epoch)
-                continue
             wanted, frames = link.wanted, self._take(link)
             link.linked = error is None and wanted
             if error is not None:
@@ -289,21 +226,14 @@ class Connections:
     def _overdue(self) -> list[ConnectResult]:
         """Attempts that have not returned fail now; until they return, no other one of that peer may begin."""
         now, out = self._clock(), list[ConnectResult]()
-        mapping = [link for link in self._links.values() if link.linked and link.busy and link.refused_at is None]
-        for link in mapping:
-            if now >= link.until:
-                self._refuse(link, link.late, inf)
-                self._mapped.append(link.up.epoch)
-        waiting = [link for link in self._links.values() if not link.linked and not link.busy and link.error is None]
+        waiting = [link for link in self._links.values() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
                 link.error = TransportError(f"{link.name}: {link.late}", **link.up.hello.who)
                 if link.wanted:
                     out.append(ConnectResult(link.up, link.error, self._take(link)))
                 link.wanted = False
-        left = [link.until for link in waiting if link.error is None]
-        left += [link.until for link in mapping if link.refused_at is None]
-        self._due_at = min(left, default=inf)
+        self._due_at = min((link.until for link in waiting if link.error is None), default=inf)
         return out
 
     def _take(self, link: _Link) -> Sequence[Callable[[], None]]:
@@ -362,13 +292,10 @@ class Connections:
             self._take(link)
 
     def drop(self, epoch: Epoch) -> None:
-        """Nothing is awaited of this epoch any more: disconnect, now or when the helper thread that uses it returns."""
+        """Nothing is awaited of this epoch any more: disconnect, now or when the attempt returns."""
         self.give_up(epoch)
         link = self._links.get(epoch)
-        if link is not None and link.linked and link.busy:
-            link.linked = link.wanted = False
-            self._under_way += 1
-        elif link is not None and link.linked:
+        if link is not None and link.linked:
             self._disconnect(link)
             self._forget(link)
 

@@ -70,7 +70,7 @@ class EndpointInfo:
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
         conversions: prefill: names of those that its kernels know.
         device: where its pool lies.
-        prepare: makes its kernels ready for a peer's cache, or its mapped pool. Blocks; on any thread.
+        prepare: prefill: makes its kernels ready for a peer's cache, or its mapped pool. Blocks; on any thread.
     """
 
     life: Incarnation

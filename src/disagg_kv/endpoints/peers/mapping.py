@@ -1,4 +1,4 @@
-"""Pools of peers that the transport maps, so that kernels of this process copy into their pages, or from them."""
+"""Pools of peers that the transport maps, so that kernels of this process copy into their pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...core import Hello
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...ids import Peer, RegionId
 from ...memory import Buffer, MappedPool
-from ...strategies import AUTO, TransferPlanner, copies_pages, maps_pages
+from ...strategies import AUTO, TransferPlanner, maps_pages
 from ...transports import Bells, SupportsBells, SupportsMapping, Transport
 from ...transports.bells import FINAL_SLOTS, SLOT_WORDS, WORD
 from .handshake import EndpointInfo, RemoteEndpoint
@@ -55,12 +55,6 @@ def open_decode(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
         return UNMAPPED
     maps = any(map(maps_pages, me.paths))
     return open_peer(me.transport, peer, remote, me.device, maps, partial(me.prepare, remote.spec))
-
-
-def map_prefill(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
-    """Map the pool of a prefill rank, for paths that pull; may block."""
-    remote = RemoteEndpoint.of(hello)
-    return map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
 
 
 def open_peer(
@@ -111,7 +105,7 @@ def map_pool(
         return Mapping(refused=f"transport {transport.name!r} does not map memory of peers")
     regions = [RegionId(region) for region in remote.hello.regions]
     if not regions:
-        return Mapping(refused="the peer's pages are not registered with its transport")
+        return Mapping(refused="decode's pages are not registered with its transport")
     try:
         refused = transport.unmappable(peer, regions, device)
         if refused is not None:
@@ -130,8 +124,8 @@ def map_pool(
 
 def check_mapping(wanted: str, usable: Iterable[TransferPlanner], transport: Transport) -> None:
     """Raise a :class:`ConfigurationError` if an explicit path needs a mapping that the transport does not have."""
-    if wanted != AUTO and any(map(copies_pages, usable)) and not isinstance(transport, SupportsMapping):
+    if wanted != AUTO and any(map(maps_pages, usable)) and not isinstance(transport, SupportsMapping):
         raise ConfigurationError(
-            f"path {wanted!r} needs mapped pages, but transport {transport.name!r} does not map memory of peers: take "
-            "path 'staged', or a transport such as 'shm' or 'cuda_ipc'"
+            f"path {wanted!r} copies into mapped pages, but transport {transport.name!r} does not map memory of peers: "
+            "take path 'staged', or a transport such as 'shm' or 'cuda_ipc'"
         )

@@ -10,17 +10,17 @@ import attrs
 from ... import arguments
 from ...channels import Channel
 from ...core import Options, Verify, check_verify
-from ...errors import ConfigurationError, LocalProtocolError, QuarantineFullError
+from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
 from ...kernels import Kernels, SupportsConversions, SupportsStreams
 from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...rendezvous import Rendezvous
-from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, TransferPlanner, auto_paths, paths, pulls_pages
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, auto_paths, paths
 from ...strategies import strategy as named
 from ...trace import Observer
-from ...transports import SupportsMapping, Transport
+from ...transports import Transport
 from ..api import Usage
 from ..handle import ChangeQueue
 from ..loop.construction import Parts
@@ -28,7 +28,7 @@ from ..loop.endpoint import Endpoint
 from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
 from ..peers.mapping import check_mapping
-from ..staging_memory import exposable, new_staging, ready_kernels, staging_slots
+from ..staging_memory import new_staging, ready_kernels, staging_slots
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
@@ -55,8 +55,6 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         strategy: path, schedule and selection; see :func:`~disagg_kv.strategies.strategy`. ``"auto"`` chooses a path.
         schedule: replaces the schedule of ``strategy``, for example ``LayerPipelined(fixed=4)``. All ranks must use the
             same one.
-        waits_for_peers: the engine keeps the pages of a room until ``released``, also where that waits until decode has
-            read them or has ended. False: no path is taken by which decode reads them (``"mapped_pull"``).
         uses: features that the engine uses in every forward pass. Some of them forbid to send single layers.
         slot_bytes: bytes of a staging slot; None: 16 MiB on a CPU, 64 MiB on a GPU. All ranks must use the same size.
         slots: number of staging slots.
@@ -69,7 +67,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
     Raises:
         ConfigurationError: an argument of another type or out of range; or an explicit path that maps pages, with a
-            transport that does not map memory; or one that pulls them, with an engine that does not wait for peers.
+            transport that does not map memory.
         GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
     """
 
@@ -85,7 +83,6 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         shards: Sequence[Shard] | None = None,
         strategy: str = AUTO,
         schedule: Schedule | None = None,
-        waits_for_peers: bool = True,
         uses: Collection[Feature] = (),
         slot_bytes: int | None = None,
         slots: int = 8,
@@ -105,8 +102,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             self._slots = arguments.count(slots, "slots", least=1)
             check_verify(verify)
             chosen = named(strategy)
+            usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
             carrier = parts.transport
-            usable = _usable(chosen.path, pool, carrier, arguments.flag(waits_for_peers, "waits_for_peers"))
+            check_mapping(chosen.path, usable, carrier)
             self._schedule = chosen.schedule if schedule is None else schedule
             self._uses = frozenset(arguments.several(uses, "uses", Feature))
             device = pool.buffers[0].device
@@ -125,8 +123,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
                 mapping = loop.connections.mapping
-                pace, options, lane = throughput.pace, loop.options, loop.lane
-                router = Router(me, pools, chosen, self._schedule, usable, pace, mapping, options, lane, loop.clock)
+                pace, pages, lane = throughput.pace, loop.options.request_pages, loop.lane
+                router = Router(me, pools, chosen, self._schedule, usable, pace, mapping, pages, lane, loop.clock)
                 self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
                 return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 
@@ -204,26 +202,6 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     def inspect(self) -> PrefillInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
         return self._side.inspect()
-
-
-def _usable(wanted: str, pool: MemoryPool, transport: Transport, waits: bool) -> tuple[TransferPlanner, ...]:
-    """The paths that decode may allow."""
-    readable = exposable(transport, list(pool.buffers))
-    if wanted == AUTO:
-        return auto_paths(pulls=waits and readable and isinstance(transport, SupportsMapping))
-    usable = (paths()[wanted],)
-    check_mapping(wanted, usable, transport)
-    if pulls_pages(usable[0]) and not readable:
-        raise ConfigurationError(
-            f"path {wanted!r} lets decode read the pages, but transport {transport.name!r} maps only memory that it "
-            "allocated: allocate the pool with it, or take path 'staged'"
-        )
-    if pulls_pages(usable[0]) and not waits:
-        raise ConfigurationError(
-            f"path {wanted!r} keeps pages until decode has read them or has ended, and the engine does not wait for "
-            "that (waits_for_peers): take path 'staged'"
-        )
-    return usable
 
 
 def _chunks(

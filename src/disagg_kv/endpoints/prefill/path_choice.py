@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
-from ...core.wire.page_runs import offer_rows
 from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...ids import Epoch, Rank
 from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
 from ...planning.cache import PlanCache
-from ...strategies import AUTO, Job, TransferPlanner, copies_pages, maps_pages, pulls_pages, refusal
+from ...strategies import AUTO, Job, TransferPlanner, maps_pages, refusal
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared where the request's length is not known yet."""
@@ -120,19 +119,14 @@ def _choice(wanted: str, known: Sequence[TransferPlanner], request: PathRequest,
     if not request.pair.parts:
         return PathChoice(path, reason, None)
     maps = any(maps_pages(one) and _refusal(one, request) is None for one in known)
-    unstaged = maps and not _stages(path)
-    if request.uncut and _stages(path):
+    unstaged = maps and path.exposes_pages
+    if request.uncut and not path.exposes_pages:
         try:
-            path, _ = choose_path(wanted, [one for one in known if not _stages(one)], request, costs)
+            path, _ = choose_path(wanted, [one for one in known if one.exposes_pages], request, costs)
         except ConfigurationError as exc:
             raise ConfigurationError(f"the room is uncut, and {path.name} needs staging memory: {exc}") from exc
         reason = f"the room is uncut, so {path.name} stands in for the choice ({reason})"
     return PathChoice(path, reason, unstaged)
-
-
-def _stages(path: TransferPlanner) -> bool:
-    """Whether rows go through staging memory."""
-    return not path.exposes_pages and not pulls_pages(path)
 
 
 def choose_path(
@@ -172,9 +166,7 @@ def choose_path(
     estimates = []
     for path in able:
         count = sum(map(path.count, jobs))
-        if pulls_pages(path):
-            estimates.append(costs.estimate_pulled(path.name, count, nbytes))
-        elif copies_pages(path):
+        if maps_pages(path):
             estimates.append(costs.estimate_mapped(path.name, count, nbytes))
         else:
             staged = 0 if path.exposes_pages else len(segments)
@@ -195,19 +187,14 @@ def fitted(intake: Intake, writer: Rank, limits: Limits) -> Limits:
     return limits
 
 
-def segment_limits(request: PathRequest, usable: Iterable[TransferPlanner], offer_bytes: int) -> Limits:
+def segment_limits(request: PathRequest) -> Limits:
     """What cuts a chunk into segments: staging memory, where some writer's bytes may go through it.
 
-    In an uncut room one segment costs each side one frame, and the GPU one launch. Where decode may pull,
-    ``offer_bytes`` carry the page ids of a segment.
+    In an uncut room one segment costs each side one frame, and the GPU one launch.
     """
     if request.uncut:
-        limits = evolve(UNLIMITED, page_rows=request.limits.page_rows)
-    else:
-        limits = fitted(request.intake, request.writer, request.limits)
-    if any(path.name in request.allowed and pulls_pages(path) for path in usable):
-        return evolve(limits, rows=offer_rows(offer_bytes))
-    return limits
+        return evolve(UNLIMITED, page_rows=request.limits.page_rows)
+    return fitted(request.intake, request.writer, request.limits)
 
 
 def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:
@@ -218,7 +205,7 @@ def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:
     if maps_pages(path) and request.unmapped is not None:
         return request.unmapped
     try:
-        if _stages(path):
+        if not path.exposes_pages:
             request.intake.segments(request.writer, 0, 1, request.limits)
         return refusal(path, request.pair)
     except DisaggKVError as exc:

@@ -35,7 +35,7 @@ class PrefillRoom:
         """Say what the room has cost so far, and that pages that were taken away are not read any more."""
         machine, report = self.machine, self.handle.report
         report.segments = sum([f.outbound.segments_landed for f in machine.flows.values()])
-        if self.withdrawn and not machine.reading:
+        if self.withdrawn and machine.reads == 0:
             for fired in self.withdrawn:
                 fired.set()
             self.withdrawn.clear()

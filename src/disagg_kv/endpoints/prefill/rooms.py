@@ -12,7 +12,7 @@ from ...core.room.machine import ours
 from ...core.verdict.agreement import USED_TWICE
 from ...core.wire.frames import Abort, Drained, Expect, Expected, TablePart
 from ...core.wire.page_runs import check_tables, whole
-from ...errors import AbortedError, DisaggKVError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
 from ...transports import Settled, WriteEnded
@@ -230,10 +230,6 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
 
     def on_up(self, remote: RemoteEndpoint) -> None:
         """Nothing to do before the peer asks."""
-
-    def on_mapped(self, remote: RemoteEndpoint) -> None:
-        """Prefill maps a pool when it connects the rank."""
-        raise LocalProtocolError(f"a prefill endpoint maps nothing at first use: {remote.name}")
 
     def on_greeted(self, epoch: Epoch) -> None:
         """Nothing to do: the peer asks again for what it still waits for."""

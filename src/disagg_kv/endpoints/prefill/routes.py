@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 from attrs import evolve, frozen
 
-from ...core import FlowPlan, Options, Transfer, Verify
-from ...core.wire.frames import Expect, WireOffer, WirePace, wire_pace
-from ...core.wire.page_runs import OFFER_ROW, tables_from_wire, tables_to_wire, total
-from ...errors import LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
+from ...core import FlowPlan, Transfer, Verify
+from ...core.wire.frames import Expect, WirePace, wire_pace
+from ...core.wire.page_runs import tables_from_wire
+from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
 from ...geometry import I32, shards_as
 from ...ids import Epoch, Rank, RegionId, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
@@ -33,9 +33,8 @@ from ...planning import (
     Writes,
     check_pages,
     check_tables,
-    tables_of,
 )
-from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages, pulls_pages
+from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
 from ...transports import Bells, Lane
 from ..cached_prefix import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint
@@ -44,8 +43,8 @@ from .lane_rates import LaneRates
 from .path_choice import PathChooser, PathRequest, segment_limits
 from .read_pools import ReadPools
 
-Plan = Writes | StagedLayout | PageCopy | WireOffer
-"""What a transfer does: writes into exposed pages, a gather, a copy into mapped pages, or an offer of its own pages."""
+Plan = Writes | StagedLayout | PageCopy
+"""What a transfer does: writes into exposed pages, a gather, or a copy into mapped pages."""
 
 OnGroups = Callable[[range, Groups], None]
 """Called with a run of layers and the groups into which it is cut."""
@@ -100,7 +99,7 @@ class Router:
         schedule: when rows cross.
         pace: how fast this rank is over a lane; None: nothing was measured yet.
         mapping: the pool of a decode rank, as it is mapped here.
-        options: how many page ids a request may name, and how many bytes of them a frame carries.
+        request_pages: see :class:`~disagg_kv.core.Options`.
         lane: what carries writes to a decode rank.
         clock: seconds.
     """
@@ -114,13 +113,13 @@ class Router:
         paths: Iterable[TransferPlanner],
         pace: Callable[[str], Pace | None],
         mapping: Callable[[Epoch], Mapping],
-        options: Options,
+        request_pages: int,
         lane: Callable[[Epoch], Lane],
         clock: Callable[[], float],
     ) -> None:
         self._lane = lane
         self._mapping = mapping
-        self._options = options
+        self._request_pages = request_pages
         self._me = me
         self._pools = pools
         self._strategy = strategy
@@ -180,15 +179,13 @@ class Router:
         unmapped = mapping.refused if mapping.pool is None else None
         request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped, frame.uncut)
         lane = self._lane(remote.epoch)
-        maps = unmapped is None or any(path.name in frame.paths for path in filter(pulls_pages, me.paths))
-        costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, maps)
+        costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, unmapped is None)
         costs = evolve(costs, measured=self.rates.of(lane))
         choice = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
         path = choice.path
-        pulled = pulls_pages(path)
-        if not path.exposes_pages and not pulled and stuck >= quota:
+        if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
-        tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._options.request_pages)
+        tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         ring = RegionId(hello.ring_region)
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
@@ -201,14 +198,13 @@ class Router:
             intake,
             intake.floor(frame.start),
             frame.stop,
-            path.exposes_pages or pulled,
-            segment_limits(request, me.paths, self._options.table_part),
+            path.exposes_pages,
+            segment_limits(request),
             path.name,
             grouping,
             partial(self._measured, lane),
             None if bells is None else frame.bells,
             lane.name,
-            pulled,
             choice.unstaged,
         )
         return route, plan
@@ -247,12 +243,10 @@ class Router:
         return min(1 << (frame.stop - frame.start - 1).bit_length(), most)
 
     def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Plan:
-        """What to post, gather, copy or offer: never more than the part, nor outside the peer's ring or its pages."""
+        """What to post, to gather or to copy: never more than the part, nor outside the peer's ring or its pages."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
         site = route.pool.site
         check_pages(site, route.view.layout(segment), tables)
-        if pulls_pages(route.path):
-            return offer_of(route, segment, tables, self._options.table_part)
         plan = route.path.send(Job(route.pair, segment, tables, route.tables))
         if route.mapped is not None and isinstance(plan, PageCopy) and plan.source.nbytes == transfer.nbytes:
             check_tables(site, plan.source, tables)
@@ -270,21 +264,6 @@ class Router:
             granted = f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}"
             raise RemoteProtocolError(f"{route.remote.name}: {granted}")
         return plan
-
-
-def offer_of(route: Route, segment: Segment, tables: Tables, table_part: int) -> WireOffer:
-    """Our pages of a segment, as decode learns of them; ``table_part``: bytes of page ids that a frame carries.
-
-    Raises:
-        GeometryError: page tables that do not cover the segment.
-        OversizeError: more pages than one frame can name.
-    """
-    site, layout = route.pool.site, route.view.layout(segment)
-    check_tables(site, layout, tables)
-    found = tables_to_wire(tables_of(site, layout, tables))
-    if (nbytes := total(found)) > (most := max(table_part, OFFER_ROW)):
-        raise OversizeError("the page tables that one frame can carry", nbytes, most)
-    return WireOffer(route.path.name, found)
 
 
 def taken(routes: Sequence[Route], theirs: RemoteEndpoint) -> str | None:

@@ -10,7 +10,6 @@ final, or will be at an event that a GPU waits for, and once it has its place at
 
     add -> pending -> gather into a slot -> post -> tickets end -> outcome       (staged)
     add -> pending ----------------------> post -> tickets end -> outcome       (straight from page to page)
-    add -> pending -------------------------------------------> outcome       (pulled: decode reads our pages)
     add -> pending -> copy into the peer's mapped pages --------> outcome       (mapped)
 
 Calls go one way. The endpoint's side calls ``look`` and ``start`` in each step of its loop, and ``writes.on_ticket``
@@ -41,12 +40,11 @@ from attrs import define, frozen
 
 from ...core import Transfer, Verify, WriteFailed, verified
 from ...core.room.machine import ours
-from ...core.wire.frames import WireOffer
 from ...ids import Epoch, RegionId, room_name
 from ...kernels import Kernels, Move, PageMove, Pages, SupportsStreams
 from ...memory import Buffer, Event, parts
 from ...planning import PageCopy, StagedLayout, Writes
-from ...strategies import Tables, pulls_pages
+from ...strategies import Tables
 from ..checksums import PendingChecksums, layer_sums
 from ..loop.budget import Budget
 from ..loop.event_loop import EventLoop
@@ -67,7 +65,7 @@ class TransferSpec:
 
     Args:
         transfer: from which segment, to whom.
-        plan: writes into exposed pages (regions named), what to gather, to copy or to offer.
+        plan: writes into exposed pages (regions named), what to gather, or what to copy.
         tables: the room's pages.
         after: when they are final; None: now.
         route: how the bytes get there.
@@ -237,9 +235,8 @@ class TransferQueue:
                 continue
             for transfer in self._queue.direct(room, to):
                 try:
-                    route = room.routes[to]
-                    queued = route.lane.caps.waits_events and not pulls_pages(route.path)
-                    after = None if queued else room.ready_events.before(transfer.segment)
+                    posts_wait = room.routes[to].lane.caps.waits_events
+                    after = None if posts_wait else room.ready_events.before(transfer.segment)
                     waits = after is not None and not after.query()
                 except Exception as exc:
                     self._queue.remove(room, to, transfer.segment)
@@ -265,9 +262,8 @@ class TransferQueue:
             return None
         after = room.ready_events.before(transfer.segment)
         route = room.routes[transfer.to]
-        # What is offered crosses at a time that this side does not see.
-        queued = after is not None or pulls_pages(route.path)
-        self._throughput.began((room.key, transfer.to, transfer.segment), route.lane.name, queued=queued)
+        name = room.key, transfer.to, transfer.segment
+        self._throughput.began(name, route.lane.name, queued=after is not None)
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
         if planned is not None and planned.tables is not tables:
@@ -292,7 +288,7 @@ class TransferQueue:
         spec = self._begin(room, transfer, None)
         if spec is None:
             return
-        assert isinstance(spec.plan, Writes | WireOffer)
+        assert isinstance(spec.plan, Writes)
         self.writes.reading(room, 1)
         after = spec.after if spec.route.lane.caps.waits_events else None
         post = self.writes.begin(room, transfer, None)
@@ -302,11 +298,7 @@ class TransferQueue:
             post.error = exc
             self.writes.end(post)
             return
-        if isinstance(spec.plan, WireOffer):
-            post.offer = spec.plan
-            self.writes.end(post)
-        else:
-            self.writes.post(post, spec.plan, after)
+        self.writes.post(post, spec.plan, after)
 
     # From pages into mapped pages.
 

@@ -15,7 +15,6 @@ from collections.abc import Collection
 from attrs import define, field, frozen
 
 from ...core import Quiet, RoomKey, Transfer, WriteFailed, Wrote
-from ...core.wire.frames import WireOffer
 from ...errors import PeerLostError
 from ...ids import Epoch, Ticket, peer_name
 from ...memory import Bell, Event
@@ -61,8 +60,6 @@ Outcome = Moved | Unread | Broken
 class Post:
     """What was posted for one transfer, as one: it ends when all its tickets have ended, or when it was copied.
 
-    An ``offer`` is a post of which nothing moves here: its end says that its rows are final.
-
     Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``. ``copying``: a
     kernel may still read and write. ``bell``: what the kernel's device rings behind it.
     """
@@ -80,7 +77,6 @@ class Post:
     bell: Bell | None = None
     error: Exception | None = None
     sums: bytes | None = None
-    offer: WireOffer | None = None
     summing: bool = False
     held: bool = False
 
@@ -133,9 +129,8 @@ class PostedWrites:
         return [post for posts in self.of_room.values() for post in posts if post.slot is not None]
 
     def owed(self, room: PrefillRoom) -> dict[Epoch, HeldMemory]:
-        """What writes of a room, or its destinations, may still read, per destination: whole slots, and pages."""
-        flows = room.machine.flows.items()
-        held = {to: HeldMemory(0, flow.offered_bytes) for to, flow in flows if flow.offered_bytes}
+        """What writes of a room may still read, per destination: whole slots, and pages."""
+        held: dict[Epoch, HeldMemory] = {}
         for post in self.of_room.get(room, ()):
             so_far = held.get(post.transfer.to, HeldMemory())
             slot, page = (0, post.transfer.nbytes) if post.slot is None else (self._slots.slot_bytes, 0)
@@ -250,7 +245,7 @@ class PostedWrites:
         transfer = post.transfer
         if post.error is None:
             post.room.handle.report.nbytes += transfer.nbytes
-            self.moved(post.room, transfer.to, Wrote(transfer.segment, post.sums, post.offer))
+            self.moved(post.room, transfer.to, Wrote(transfer.segment, post.sums))
         else:
             self.moved(post.room, transfer.to, WriteFailed(transfer.segment, post.error, post.quiet))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from ...errors import ConfigurationError
-from ...strategies import AUTO, PER_CHUNK, paths, pulls_pages, strategy
+from ...strategies import AUTO, PER_CHUNK, paths, strategy
 from ..opening import selecting
 from ..options import EngineOptions
 
@@ -20,7 +20,7 @@ VARIABLE = "DISAGG_KV_SGLANG"
 class SGLangOptions(EngineOptions):
     """Options of the plug-in; see :class:`~disagg_kv.engines.options.EngineOptions`.
 
-    SGLang frees pages by its own clock. So only paths are accepted under which no peer writes into pages or reads them.
+    SGLang frees pages by its own clock. So only paths are accepted under which no peer writes into pages.
     ``claim_s`` is the time for which decode waits until prefill opens a request, which it does between two steps.
     """
 
@@ -33,11 +33,6 @@ class SGLangOptions(EngineOptions):
             raise ConfigurationError(
                 f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which SGLang frees "
                 "without waiting for them; take 'staged'"
-            )
-        if chosen.path != AUTO and pulls_pages(paths()[chosen.path]):
-            raise ConfigurationError(
-                f"strategy {self.strategy!r}: with path {chosen.path!r} decode reads prefill's pages, and SGLang's "
-                "server would stand still until a silent decode rank has ended; take 'staged'"
             )
         if chosen.schedule.name != PER_CHUNK:
             raise ConfigurationError(
@@ -65,8 +60,7 @@ class SGLangOptions(EngineOptions):
     def names(self, *, prefill: bool) -> str:
         """The strategy as the endpoint of a side takes it.
 
-        With ``auto``, decode also reads pages of prefill engines that wait for it. Prefill gives its pages to no path,
-        as SGLang's server stands still while one uses them.
+        With ``auto``, prefill gives its pages to no path, as SGLang's server stands still while one uses them.
         """
         chosen = strategy(self.strategy)
         path = "staged" if chosen.path == AUTO and prefill else chosen.path

@@ -50,7 +50,7 @@ def test_every_option_is_taken() -> None:
         ("[]", f"{VARIABLE}: no JSON object"),
         ('{"strategy": "direct"}', "'direct' peers write into pages"),
         ('{"strategy": "slice+incremental"}', "'slice' peers write into pages"),
-        ('{"strategy": "mapped_pull"}', "'mapped_pull' decode reads prefill's pages"),
+        ('{"strategy": "mapped"}', "'mapped' peers write into pages"),
         ('{"strategy": "staged+layer_pipelined"}', "'layer_pipelined' is not supported"),
         ('{"channel": "pigeon"}', "channel 'pigeon'"),
     ],

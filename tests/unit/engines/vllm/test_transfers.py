@@ -36,9 +36,9 @@ def test_rows_arrive_whatever_the_tp_sizes(pair: Pair, tps: tuple[int, int], til
 
 @pytest.mark.parametrize("budget", [6, 1 << 20])
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
-def test_decode_reads_the_blocks_of_prefill(pair: Pair, tps: tuple[int, int], budget: int) -> None:
-    """Prefill keeps them until it has; vLLM frees and overwrites them right after that."""
-    p, d = pair(tps, strategy="mapped_pull", verify="full", prefill={"budget": budget})
+def test_prefill_copies_into_the_blocks_of_decode(pair: Pair, tps: tuple[int, int], budget: int) -> None:
+    """Prefill keeps its own until it has; vLLM frees and overwrites them right after that."""
+    p, d = pair(tps, strategy="mapped", verify="full", prefill={"budget": budget})
     for number, count in enumerate((1, 8, 23)):
         d.decode(f"r{number}", prompt(count, number), prefilled(p, f"r{number}", prompt(count, number)))
     run(p, d)
@@ -50,9 +50,9 @@ def test_decode_reads_the_blocks_of_prefill(pair: Pair, tps: tuple[int, int], bu
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("steps", range(6))
-def test_blocks_that_decode_reads_are_free_after_an_abort(pair: Pair, side: str, steps: int) -> None:
+def test_blocks_that_are_copied_are_free_after_an_abort(pair: Pair, side: str, steps: int) -> None:
     """Whenever a client goes away; other requests go on."""
-    p, d = pair((2, 1), strategy="mapped_pull", prefill={"budget": 6})
+    p, d = pair((2, 1), strategy="mapped", prefill={"budget": 6})
     d.decode("r", prompt(21), prefilled(p, "r", prompt(21)))
     for _ in range(steps):
         p.step()

@@ -34,7 +34,6 @@ class DemoConfig:
         decode_tp: tensor-parallel processes of a decode stage.
         decode_pp: pipeline stages of decode.
         strategy: the strategy's name, for example ``"staged"``.
-        decode_waits: decode's engine waits for peers before it frees pages, so that they may write into them.
         transport: a registered transport's name, several joined by ``+``, or ``"auto"``: with a network where a side
             is at another address than 127.0.0.1.
         device: ``"cpu"``, or ``"cuda"``: models and caches are on GPUs, which ranks may share.
@@ -76,7 +75,6 @@ class DemoConfig:
     decode_tp: int = 1
     decode_pp: int = 1
     strategy: str = "staged"
-    decode_waits: bool = True
     transport: str = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     transport_module: str | None = None

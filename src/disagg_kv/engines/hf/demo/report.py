@@ -79,7 +79,7 @@ class Report:
         phases: seconds. ``start``: until every process was ready; ``prefill``: forward passes, first to last;
             ``transfer``: from the first forward pass to the last arrival, so it overlaps ``prefill``; ``decode`` and
             ``reference``: forward passes; ``check``: comparing; the phases of the endpoints: the slowest rank's sum.
-        gb_per_s: ``kv_bytes`` in 1e9 bytes over the ``wire`` seconds of the slowest rank, or the ``pull`` seconds.
+        gb_per_s: ``kv_bytes`` in 1e9 bytes over the ``wire`` seconds of the slowest rank.
         ranks: every process.
         turns: the report of each turn.
     """
@@ -139,7 +139,7 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         "check": check_s,
         **_endpoint_phases(results),
     }
-    wire = phases.get("pull", phases.get("wire", 0.0))
+    wire = phases.get("wire", 0.0)
     turns = tuple(_turn(config, results, turn) for turn in range(config.turns))
     kv_bytes = sum(turn.kv_bytes for turn in turns)
     return Report(

@@ -103,7 +103,6 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
         rank=member.rank,
         shards=shards_of(config, member.role),
         strategy=config.strategy,
-        waits_for_peers=config.decode_waits,
         observer=member.observer,
         options=_options(config),
         verify=config.verify,
