@@ -34,7 +34,6 @@ from .kind import Kind
 from .memory_holders import check_holders
 from .node import LIFE_NS, SimNode
 from .outages import POLL_S
-from .path_draws import PULL
 from .rooms import Entry
 
 SLACK_S = 0.6
@@ -104,7 +103,6 @@ class Checks:
             most = entry.room.plan.total_s + SLACK_S + entry.node.stood_still
         if took > most:
             self._fail("I4", f"{name}: ended after {took:.3f} s, with {most:.3f} s to go")
-        self._waits(entry, entry.handle)
         if entry.room.plan.unmet:
             self._unmet(entry, error)
         if entry.room.plan.source == world.scenario.refused:
@@ -131,9 +129,9 @@ class Checks:
         world = self._world
         # What is slow one after the other may take longer than decode has to ask.
         late = len(DELAYS & world.hits.keys()) > 1 and "claim_s" in str(error)
-        # Prefill takes no frames of a peer before its pool is mapped; where decode knows no other path, it waits too.
+        # Prefill takes no frames of a peer before its pool is mapped.
         mapped = _mapped_at(entry) > max(entry.opened, world.now - MAPPED_S)
-        late = late or (mapped and world.scenario.decode_waits and _out_of_time(error))
+        late = late or (mapped and _out_of_time(error))
         served = not entry.room.again and not entry.room.plan.unmet and entry.room.plan.source != world.scenario.refused
         if survives(world.scenario.faults) and served and not late:
             self._fail(
@@ -308,26 +306,11 @@ class Checks:
 
     def freed(self, entry: Entry) -> None:
         """I2, I5: its pages are free; no byte of other pages has changed."""
-        self.unread(entry)
         if entry in entry.room.decode and entry.exposed and entry.phase is Phase.FAILED:
             self._world.mark("release:exposed pages")
         self.untouched(entry.node)
         if entry.room.over:
             self.agree(entry)
-
-    def _waits(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
-        """I5: no peer writes into pages of an engine that does not wait for peers, or reads them."""
-        scenario, node = self._world.scenario, entry.node
-        pulled = PULL in handle.report.path
-        if entry in entry.room.decode:
-            if pulled and not scenario.decode_waits:
-                self._world.mark("auto:decode pulls")
-            if not pulled and not scenario.decode_waits and entry.opened < node.mapped_at and handle.error is None:
-                self._world.mark("mapping:another path meanwhile")
-            if node.exposes and not scenario.decode_waits:
-                self._fail("I5", f"{entry.room.name(entry)}: pages are exposed, and the engine waits for no peer")
-        elif pulled and not scenario.prefill_waits[scenario.source_of(node.index)]:
-            self._fail("I5", f"{entry.room.name(entry)}: decode reads pages, and the engine does not wait for it")
 
     def _cut(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
         """Coverage: slots cut a room of which nothing is staged, as kernels of a prefill rank do not queue."""
@@ -336,17 +319,6 @@ class Checks:
         paths = {one.handle.report.path for one in writers if one.handle is not None} - {""}
         if room is not None and not room.uncut and not queued and handle.report.segments > 1 and paths == {"mapped"}:
             self._world.mark("mapped:cut although all paths copy")
-
-    def unread(self, entry: Entry) -> None:
-        """I5: no kernel of decode reads, or will read, the pages that a prefill engine gets back."""
-        for other in entry.room.decode if entry in entry.room.prefill and not entry.room.again else []:
-            room = _room_of(other) if other.node.alive else None
-            if room is None:
-                continue
-            inside = room.machine.inspect()
-            writer = inside.writers.get(entry.node.epoch)
-            if writer is not None and inside.parts.pulls_from(writer.rank):
-                self._fail("I5", f"{entry.room.name(entry)}: pages are freed, and {other.node.address} reads them")
 
     def untouched(self, node: SimNode) -> None:
         """No byte changed outside pages that a room has."""
@@ -483,7 +455,6 @@ class Checks:
                     "waiting": view.queue.waiting,
                     "scatters": len(view.scatters.running) + len(view.scatters.waiting),
                     "prepared": len(node.prepared) + len(view.scatters.unprepared),
-                    "pulls": len(view.pulls.running) + len(view.pulls.failed) + view.pulls.unlaunched,
                 }
             else:
                 transfers = view.transfers

@@ -1,9 +1,8 @@
-"""Copies of mapped pages in a simulation: kernels of one process that write the pool of another, or read it.
+"""Copies into mapped pages in a simulation: kernels of one process that write the pool of another, at their own time.
 
-They do so at their own time. A copy is an :class:`~.dma.Op` of its own kind. It ends by an event instead of a ticket.
-The end of the other side's process does not stop it, as the mapping outlives its owner; the end of its own process
-does, within the drain bound. A copy into a peer's pages rings its bells when all of it has landed, before its own
-process learns of that.
+A copy is an :class:`~.dma.Op` of its own kind. It ends by an event instead of a ticket. The end of its target's process
+does not stop it, as the mapping outlives its owner; the end of its own process does, within the drain bound. It rings
+its bells when all of it has landed, before its own process learns of that.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from disagg_kv.geometry import places
 from disagg_kv.ids import Ticket
 from disagg_kv.kernels import PageMove, Pages
-from disagg_kv.memory import U8, Bell, Event, bytes_of, parts
+from disagg_kv.memory import Bell, Event, bytes_of, parts
 from disagg_kv.planning import StagedLayout
 
 from .bells import SimWord
@@ -25,7 +24,6 @@ from .dma import Dma, Mapped, Op, Range, SimTransport, torn
 from .events import SimEvent
 from .fault import FaultClass
 from .kind import Kind
-from .path_draws import BROKEN, LONG, PULL_S
 from .simulation import Simulation
 
 I64 = npt.NDArray[np.int64]
@@ -64,7 +62,7 @@ class CopyEvent:
 
 
 def copy(
-    dma: Dma, mover: SimTransport, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell]
+    dma: Dma, source: SimTransport, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell]
 ) -> Event | None:
     """Copy now or later, and not before ``after``; None: it is done already.
 
@@ -73,15 +71,15 @@ def copy(
     """
     world = dma.world
     waits = [one for one in dict.fromkeys(parts(after)) if not one.query()]
-    failed = world.faulty and (world.chance(FaultClass.KERNEL) or _breaks(world, mover, moves))
+    failed = world.faulty and world.chance(FaultClass.KERNEL)
     if failed:
         world.hit(FaultClass.KERNEL)
     at_once = not waits and (not world.scenario.slow_kernels or world.random.random() < 0.3)
     if failed and at_once:
         raise RuntimeError("sim: the kernel failed")
     event = CopyEvent()
-    ops = [_place(dma, mover, move, after if waits else None) for move in moves]
-    launch = _Launch(world, dma, mover, ops, bells, event, failed)
+    ops = [_place(dma, source, move, after if waits else None) for move in moves]
+    launch = _Launch(world, dma, source, ops, bells, event, failed)
     if at_once:
         launch.at_once()
         return None
@@ -95,31 +93,18 @@ def copy(
     return event
 
 
-def _breaks(world: Simulation, mover: SimTransport, moves: Sequence[PageMove]) -> bool:
-    """Whether a pull fails: they are few, so that more of them do where kernels may fail."""
-    pulls = any(_side(mover, move.target)[0] is mover for move in moves)
-    return pulls and FaultClass.KERNEL in world.scenario.faults and world.random.random() < BROKEN
-
-
-def _place(dma: Dma, mover: SimTransport, move: PageMove, after: Event | None) -> Op:
-    source, memory = _side(mover, move.source)
-    target, other = _side(mover, move.target)
-    assert (source is mover) != (target is mover), "one side is mapped"
+def _place(dma: Dma, source: SimTransport, move: PageMove, after: Event | None) -> Op:
+    owner = move.target.pool.buffers[0].owner
+    assert isinstance(owner, Mapped)
+    memory = bytes_of(move.source.pool.buffers[0])
     ours, theirs = _cells(move.source, move.copy.source), _cells(move.target, move.copy.target)
     ranges: list[Range] = []
     for (at, n), (to, same) in zip(ours, theirs, strict=True):
         assert n == same
-        ranges.append((memory, at, other, to, n))
-    op = dma.place(source, target, Ticket(dma.number()), ranges, after)
-    op.mover = mover
+        ranges.append((memory, at, owner.memory, to, n))
+    op = dma.place(source, owner.there, Ticket(dma.number()), ranges, after)
+    op.copied = True
     return op
-
-
-def _side(mover: SimTransport, pages: Pages) -> tuple[SimTransport, U8]:
-    """Whose pages they are, and the memory that has them."""
-    buffer = pages.pool.buffers[0]
-    owner = buffer.owner
-    return (owner.there, owner.memory) if isinstance(owner, Mapped) else (mover, bytes_of(buffer))
 
 
 def _cells(pages: Pages, layout: StagedLayout) -> list[tuple[int, int]]:
@@ -145,7 +130,7 @@ class _Launch:
         self,
         world: Simulation,
         dma: Dma,
-        mover: SimTransport,
+        source: SimTransport,
         ops: Sequence[Op],
         bells: Sequence[Bell],
         event: CopyEvent,
@@ -153,8 +138,7 @@ class _Launch:
     ) -> None:
         self._world = world
         self._dma = dma
-        self._mover = mover
-        self._pulls = any(op.target is mover for op in ops)
+        self._source = source
         self._ops = ops
         self._bells = bells
         self._event = event
@@ -162,17 +146,13 @@ class _Launch:
         self._begun = False
         self._void = False
 
-    @property
-    def _kind(self) -> Kind:
-        return Kind.PULLED if self._pulls else Kind.MAPPED
-
     def at_once(self) -> None:
         """All of it, before the call returns."""
         for op in self._ops:
             self._dma.begin_copy(op)
             self._dma.land(op, op.ranges)
             self._dma.end(op)
-        self._world.saw(self._kind)
+        self._world.saw(Kind.MAPPED)
         self._ring()
 
     def _ring(self) -> None:
@@ -191,7 +171,7 @@ class _Launch:
                 return
         except Exception:
             self._failed = self._void = True
-        if not self._begun and self._mover.alive:
+        if not self._begun and self._source.alive:
             self.begin()
 
     def begin(self) -> None:
@@ -202,8 +182,6 @@ class _Launch:
         if slow:
             world.hit(FaultClass.SLOW)
         most = rng.choice((0.02, 0.2, 1.0)) if slow else 0.003
-        if self._pulls and world.faulty and rng.random() < LONG:
-            most = rng.choice(PULL_S)
         end = 0.0
         for op in self._ops:
             if self._void:
@@ -222,26 +200,24 @@ class _Launch:
 
     def _over(self) -> None:
         """The kernel has ended; or its event fails, and it ends later."""
-        if not self._mover.alive:
+        if not self._source.alive:
             return
         if self._failed and not self._event.failed:
             self._event.fail(RuntimeError("sim: the kernel failed"))
-            self._world.mark(f"{'pulled' if self._pulls else 'mapped'}:a copy fails before it is quiet")
+            self._world.mark("mapped:a copy fails before it is quiet")
             self._world.later(self._world.random.choice((0.001, 0.1, 0.6)), self._quiet)
-            self._mover.node.touch()
+            self._source.node.touch()
             return
         self._quiet()
 
     def _quiet(self) -> None:
-        if not self._mover.alive:
+        if not self._source.alive:
             return
         for op in self._ops:
             self._dma.end(op)
             if not op.target.alive:
                 self._world.mark("mapped:a copy outlives its target")
-            if not op.source.alive:
-                self._world.mark("pulled:a copy outlives its source")
         self._event.happened = True
         if not self._failed:
-            self._world.saw(self._kind)
-        self._mover.node.touch()
+            self._world.saw(Kind.MAPPED)
+        self._source.node.touch()

@@ -47,7 +47,7 @@ class Op:
         owner: of the target pages, the room's number.
         pages: which those are.
         after: what it waits for before it moves anything; None: nothing.
-        mover: whose kernel moves it, see :mod:`.copies`; None: the source posted it.
+        copied: a kernel of the source moves it; see :mod:`.copies`.
         seen: the versions of both sides' memories at the last check of the batch.
     """
 
@@ -60,7 +60,7 @@ class Op:
     owner: int
     pages: list[int]
     after: Event | None = None
-    mover: SimTransport | None = None
+    copied: bool = False
     pieces: int = 0
     landed: int = 0
     reported: bool = False
@@ -178,8 +178,6 @@ class SimTransport:
         """In some worlds nothing is mapped, and in some nothing of half of the peers."""
         if self._is_far(peer):
             self._world.mark("lanes:one that does not map")
-            if self.node.side == "decode":
-                self._world.mark("auto:a pool is not mapped")
             return "lane 'far' does not map memory of peers"
         return None if self._world.scenario.maps else "sim: nothing is mapped in this world"
 
@@ -190,11 +188,7 @@ class SimTransport:
         memory = there.regions.get(region)
         if memory is None:
             raise RegistrationError(f"sim: region {region} is not registered")
-        scenario, node = self._world.scenario, self.node
-        decodes = node.side == "decode"
-        if decodes and not node.memory.lens.meets(there.node.memory.lens):
-            self._world.violation("I4", f"{node.address} waits for a pool with nothing for it: {there.node.address}")
-        path = scenario.decode_path if decodes else scenario.prefill_paths[scenario.source_of(node.index)]
+        path = self._world.scenario.prefill_paths[self._world.scenario.source_of(self.node.index)]
         if not path.startswith("mapped") and self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
             self._world.hit(FaultClass.UNREACHABLE)
             self._world.mark("mapped:a mapping fails")
@@ -504,12 +498,12 @@ class Dma:
         world = self._world
         dead.alive = False
         for op in list(self.live):
-            if op.mover not in (None, dead):
+            if op.copied and op.source is not dead:
                 # A mapping outlives its owner: a kernel goes on.
                 continue
             if op.source is dead or op.target is dead:
                 self._doom(op)
-            if dead in (op.source, op.mover) and op.doomed is not None:
+            if op.source is dead and op.doomed is not None:
                 world.later(op.doomed - world.now + 0.0005, partial(self._forget, op))
             elif op.target is dead:
                 self._target_died(op)

@@ -47,7 +47,7 @@ class SimBackground:
         """How long it is until a job has returned."""
         world, process = self._world, self._process
         if process.maps and not self._asks and world.outside.happens(FaultClass.MAPPING, 0.7):
-            world.mark(f"mapping:{process.side} waits")
+            world.mark("mapping:prefill waits")
             seconds = world.outside.helping.choice(MAPPING_S)
             process.mapped_at = max(process.mapped_at, world.now + seconds)
             return seconds

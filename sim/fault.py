@@ -124,8 +124,7 @@ HARMLESS = frozenset(
         FaultClass.MAPPING,
     }
 )
-"""Those of them that no request may fail for, whose id is used once. ``MAPPING`` is one where decode alone maps,
-and has other paths."""
+"""Those of them that no request may fail for, whose id is used once; under ``MAPPING`` some run out of time."""
 
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.DROP: (0.01, 0.05, 0.2),
@@ -143,7 +142,7 @@ _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.HUNG: (0.03, 0.1),
     FaultClass.SLOW: (0.05, 0.3),
     FaultClass.UNREACHABLE: (0.1, 0.4),
-    FaultClass.KERNEL: (0.01, 0.05),
+    FaultClass.KERNEL: (0.03, 0.15),
     FaultClass.QUARANTINE: (0.4, 0.7),
     FaultClass.STORE: (0.05, 0.3),
     FaultClass.ABORT: (0.15, 0.4, 0.7),
@@ -174,22 +173,13 @@ def outside(rng: random.Random, allowed: frozenset[FaultClass], others: bool) ->
     return drawn | {f: 1.0 for f in (FaultClass.BELL,) if rng.random() < 0.5 and f in allowed}
 
 
-PULLING = (FaultClass.ABORT, FaultClass.WITHDRAW, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.KERNEL)
-OFTEN = 0.7
-"""What matters while kernels of decode read the pages of prefill, and how often each is on where they do."""
-
-
-def while_pulling(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
-    """The faults that a seed whose decode pulls has beside those that it draws, at the lowest rate of each."""
-    return {f: _RATES.get(f, (1.0,))[0] for f in PULLING if f in allowed and rng.random() < OFTEN}
-
-
 AGREEING = (FaultClass.ABORT, FaultClass.PAUSE, FaultClass.DECODE_CRASH)
-"""What matters while ranks of decode agree by words."""
+OFTEN = 0.7
+"""What matters while ranks of decode agree by words, and how often each is on where they do."""
 
 
 def while_agreeing(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
-    """The faults that a seed whose ranks agree by words has beside those that it draws, as :func:`while_pulling`."""
+    """The faults that a seed whose ranks agree by words has beside those that it draws, at the lowest rate of each."""
     return {f: _RATES.get(f, (1.0,))[0] for f in AGREEING if f in allowed and rng.random() < OFTEN}
 
 

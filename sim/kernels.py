@@ -36,7 +36,7 @@ class SimKernels:
         self._node = node
         self._transport = transport
         self.copies = 0
-        """Launches of copies of mapped pages."""
+        """Launches of copies into mapped pages."""
         self._most: float = world.scenario.slot_bytes
 
     def gather(
@@ -74,7 +74,7 @@ class SimKernels:
         return self._run(act)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
-        """Copy pages into mapped pages, or from them, now or later, and not before ``after``; see :mod:`.copies`."""
+        """Copy pages into mapped pages, now or later, and not before ``after``; see :mod:`.copies`."""
         self.copies += 1
         nbytes = max((move.copy.source.nbytes for move in moves), default=0)
         if nbytes > self._most:

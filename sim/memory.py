@@ -95,11 +95,6 @@ class Lens:
             rows[self.windows > 0] = np.minimum(self.windows, stop)[self.windows > 0]
         return int(rows.sum()) + len(self.state_columns)
 
-    def meets(self, other: Lens) -> bool:
-        """Whether another rank holds anything that this one holds, so that it may send rows or states here."""
-        pairs = ((self.columns, other.columns), (self.state_columns, other.state_columns))
-        return any(np.isin(ours, theirs).any() for ours, theirs in pairs)
-
 
 def page_ids(site: Site, group: GroupId, pages: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """The ids of a room's pages in one group.

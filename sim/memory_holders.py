@@ -92,10 +92,6 @@ def _prefill(view: PrefillInspection) -> Iterator[Piece]:
         for post in slot.pins:
             if post.room.key in failed or post.room.key not in view.rooms:
                 yield post.transfer.to, post.room.key.room, 0, 0, transfers.slots.slot_bytes
-    for key in failed:
-        for flow in view.rooms[key].machine.flows.values():
-            if flow.offered_bytes:
-                yield flow.peer, key.room, 0, flow.offered_bytes, 0
     copies = (post for one in (*transfers.copies.running, *transfers.copies.failed) for post in one.posts)
     direct = (post for post in transfers.posts.values() if post.slot is None)
     for post in {id(post): post for post in (*direct, *copies)}.values():

@@ -14,11 +14,9 @@ from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.loop.failures import Broken
 from disagg_kv.endpoints.peers.background import Background
-from disagg_kv.endpoints.peers.connections import READY_S
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.endpoints.prefill.inspection import PrefillInspection
 from disagg_kv.errors import DisaggKVError, PeerLostError, TransportError
-from disagg_kv.ids import Epoch
 from disagg_kv.strategies import maps_pages
 from disagg_kv.trace import Observer, Span
 from disagg_kv.transports.process import Process
@@ -113,9 +111,9 @@ class SimNode(SimProcess):
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
-                strategy=scenario.decode_path, waits_for_peers=scenario.decode_waits, verify=scenario.verify,
-                ring_bytes=scenario.ring_bytes, allocator=self._allocate, options=scenario.options,
-                kernels=self.kernels, observer=SimObserver(world), environment=environment,
+                strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
+                allocator=self._allocate, options=scenario.options, kernels=self.kernels,
+                observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.view = decode, decode.inspect()
             self._unprepared = (self.view.scatters.unprepared,)
@@ -124,7 +122,6 @@ class SimNode(SimProcess):
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.prefill_paths[scenario.source_of(index)],
-                waits_for_peers=scenario.prefill_waits[scenario.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
                 slots=scenario.slots, options=scenario.options, kernels=self.kernels,
                 observer=SimObserver(world), environment=environment,
@@ -142,10 +139,7 @@ class SimNode(SimProcess):
         self.loop.side.integrity_failure = self._handle_error  # type: ignore[method-assign]
         self.counters = self.loop.observer = Counters(self.loop.observer)
         self.loop.most = scenario.pieces
-        # Prefill maps a pool as it connects. Where decode pulls of itself, no mapping but its own is slow.
-        self.maps = self.side == "prefill" and scenario.decode_waits and any(map(maps_pages, self.loop.me.paths))
-        self._map = self.loop.connections.map
-        self.loop.connections.map = self._begin_to_map  # type: ignore[method-assign]
+        self.maps = self.side == "prefill" and any(map(maps_pages, self.loop.me.paths))
 
     def poll(self) -> Sequence[DeliveryHandle | ReceptionHandle]:
         """The engine's poll, right after a step: what it does is checked with that."""
@@ -162,13 +156,6 @@ class SimNode(SimProcess):
         if self.alive and not self.paused and self._draws.random() < self._drives:
             self.world.saw(Kind.DRIVEN)
             self._drive(patience_s)
-
-    def _begin_to_map(self, epoch: Epoch, most_s: float = READY_S) -> bool:
-        """A job that decode's helper threads get from here on maps a pool."""
-        self.maps = True
-        known = self._map(epoch, most_s)
-        self.maps = False
-        return known
 
     def _handle_error(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """What the endpoint does about an error that it did not foresee; it may fail half way."""

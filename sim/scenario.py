@@ -19,9 +19,9 @@ from disagg_kv.planning import Adaptive, Pace
 from disagg_kv.strategies import LayerPipelined
 
 from .conversations import Conversation, converse
-from .fault import FaultClass, outside, survives, swarm, while_agreeing, while_pulling
+from .fault import FaultClass, outside, survives, swarm, while_agreeing
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .path_draws import agrees, paths_of, pulls, pulls_by_itself, queue, refused_of, slow_mappings, slow_pulls, withheld
+from .path_draws import agrees, paths_of, queue, refused_of, slow_mappings
 from .request import Request, belled
 
 AUX_BYTES = 8
@@ -214,7 +214,6 @@ class Scenario:
     ``conversations`` is empty where decode keeps no prefixes; with ``collisions``, unequal prefixes have equal hashes.
     With ``together``, frames to one peer leave as one message.
     With ``maps``, transports map memory of peers.
-    ``decode_waits`` and ``prefill_waits``, of each instance: engines wait for peers before they free pages.
     ``queues``, of each prefill rank: its kernels queue copies. Those of decode always do.
     ``pieces`` of work of one kind are done in a turn at most.
     ``refused`` is the number of a prefill instance that cannot work with decode, as they have no path in common; None:
@@ -229,8 +228,6 @@ class Scenario:
     decode: Split
     prefill_paths: tuple[str, ...]
     decode_path: str
-    decode_waits: bool
-    prefill_waits: tuple[bool, ...]
     schedule: LayerPipelined | None
     verify: Verify
     slot_bytes: int
@@ -286,7 +283,7 @@ class Scenario:
         scarce = stuck or (not survives(faults) and rng.random() < 0.2)
         options = _options(seed, rng)
         lease = slot + 256 * max(p.world for p in prefills)
-        slow_kernels = rng.random() < 0.5 or slow_pulls(seed)
+        slow_kernels = rng.random() < 0.5
         decode_path = rng.choice(("auto", "auto", "staged"))
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
         conversations: tuple[Conversation, ...] = ()
@@ -306,14 +303,12 @@ class Scenario:
         if not conversations and not stuck:
             requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
-        if FaultClass.MAPPING in allowed:
-            requests, options = _spread(seed, requests, options)
         selection = "+incremental" if conversations else ""
-        draws, itself = random.Random(f"maps {seed}"), pulls_by_itself(seed)
+        draws = random.Random(f"maps {seed}")
         maps, decode_path, prefill_paths = paths_of(seed, decode.world, decode_path, draws)
         if agrees(seed, decode.world):
             options = evolve(options, bells=options.bells or BOARDS[-1])
-        exposing = maps and not pulls(seed) and decode_path != "staged"
+        exposing = maps and decode_path != "staged"
         refused = None if exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
         return cls(
             seed=seed,
@@ -326,8 +321,6 @@ class Scenario:
             ),
             refused=refused,
             decode_path=decode_path + selection,
-            decode_waits=not itself,
-            prefill_waits=withheld(seed, len(prefills)),
             schedule=rng.choice(SCHEDULES),
             verify="off" if slow_kernels or rings else rng.choice(("off", "sampled", "full")),
             slot_bytes=slot,
@@ -356,10 +349,8 @@ class Scenario:
 
 
 def _faults(seed: int, rng: random.Random, allowed: frozenset[FaultClass], ranks: int) -> dict[FaultClass, float]:
-    """Those of frames, processes and memory; where ranks of decode pull or agree by words, some more meanwhile."""
+    """Those of frames, processes and memory; where ranks of decode agree by words, some more meanwhile."""
     faults = swarm(rng, allowed)
-    if pulls(seed) and not survives(faults):
-        return {**while_pulling(random.Random(f"while pulling {seed}"), allowed), **faults}
     if agrees(seed, ranks) and not survives(faults):
         draws = random.Random(f"while agreeing {seed}")
         others = faults if draws.random() < 0.5 else {}  # few rooms get as far as to a vote among many faults
@@ -538,18 +529,6 @@ def _chunked(seed: int, shape: Shape, requests: tuple[Request, ...]) -> tuple[Re
     edges = tuple(range(1, rows + 1))
     long = evolve(one, rows=rows, edges=edges, steps=False, pass_s=0.0, burst=True, total_s=total_s)
     return (*requests[:number], long, *requests[number + 1 :])
-
-
-def _spread(seed: int, requests: tuple[Request, ...], options: Options) -> tuple[tuple[Request, ...], Options]:
-    """Where pools are mapped slowly for pulls by ``auto``, some requests begin later, and one unused link is kept.
-
-    Pools have been mapped by then, or still are, and links may have been dropped.
-    """
-    if not (slow_mappings(seed) and pulls_by_itself(seed)):
-        return requests, options
-    rng = random.Random(f"spread {seed}")
-    later = tuple(evolve(one, at=one.at + rng.choice((0.0, 0.0, 1.5, 2.6, 3.4))) for one in requests)
-    return later, evolve(options, link_bytes=OWN_LINK.nbytes, table_part=TABLE_PARTS[-1])
 
 
 def _unmet(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:

@@ -204,7 +204,7 @@ class SimProcess:
         life: 1 for the first process in this place.
         elsewhere: at an address of its own, not at that of the life before.
 
-    ``maps``: the job that its helper threads get now maps the pool of a peer.
+    ``maps``: it maps the pool of a peer as it connects it.
     ``mapped_at``: by then the last one that takes long has returned.
     ``decisions``: by slot of its words the value that rank 0 has rung there, and since when, by this process's time.
     """

@@ -296,7 +296,6 @@ class Room(SimRoom):
             self.world.later(0.002, partial(self._withdrawn, entry))
             return
         entry.withdrawal = None
-        self._check.unread(entry)
         self._give_slots(entry)
         entry.node.memory.give(entry.pages)
         again = entry.given

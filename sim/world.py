@@ -21,7 +21,6 @@ from .junk import JunkCalls
 from .node import SimNode
 from .outages import Outages
 from .prefixes import Prefixes
-from .pull_faults import PullFaults
 from .recovery_probe import check_served, last_requests
 from .request import Request
 from .reused_ids import ReusedIds
@@ -76,7 +75,6 @@ class World(Cluster):
         self._waiting = list(scenario.requests)
         self._stray_frames = StrayFrames(self)
         self._targeted_faults = TargetedFaults(self, self._stray_frames, self._lose)
-        self._pull_faults = PullFaults(self, self._lose, self._stop)
         self._word_faults = WordFaults(self, self._lose, self._stop)
         self._outages = Outages(self)
         self._junk_calls = JunkCalls(self)
@@ -457,7 +455,6 @@ class World(Cluster):
         if self._stale and not node.failing:
             self._stray_frames.greet(node)
         self._targeted_faults.strike(node)
-        self._pull_faults.strike(node)
         self._word_faults.strike(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)

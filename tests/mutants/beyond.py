@@ -20,10 +20,10 @@ from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_early as early
 from tests.unit.endpoints import test_final_bells as finals
-from tests.unit.endpoints import test_mapping_later as later
 from tests.unit.endpoints import test_uncut as uncut
+from tests.unit.endpoints import test_waits_for_peers as waits
 
-from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, LINKS, MOVER, RECEIVE, TABLES, UNCUT
+from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, MOVER, RECEIVE, TABLES, UNCUT
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
@@ -79,9 +79,6 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("the last run may overlap the first",
             TABLES + "_unfolded", "np.maximum.accumulate(ends_there)[:-1]", "ends_there[:-1]"),
      runs.test_a_run_may_not_lie_in_one_that_is_not_its_neighbour),
-    (Mutant("a link that was dropped while its pool is mapped fails once that takes too long",
-            LINKS + "_overdue", "not link.linked and not link.busy and", "not link.linked and"),
-     partial(later.test_a_link_that_is_taken_again_waits_as_long_for_its_pool_as_before, False)),
     (Mutant("an interrupt of a launch counts as an error of it",
             COPIES + "launch", "except Exception as exc:", "except BaseException as exc:"),
      partial(device_copies.interrupted_launch, "end")),
@@ -111,11 +108,11 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("aux data that do not fit behind a final record count as a bell that was refused",
             "endpoints.prefill.room:PrefillRoom.ring", 'elif len(effect.aux or b"") <= AUX_BYTES:', "else:"),
      finals.test_longer_aux_data_have_no_final_record),
-    (Mutant("a link is disconnected while a thread maps a pool through it",
-            "endpoints.peers.connections:Connections.drop", "link.linked and link.busy:", "link.linked and False:"),
-     partial(later.test_a_link_that_is_dropped_meanwhile_is_disconnected_after_it, returns=False)),
+    (Mutant("pages are exposed of an engine that waits for no peer",
+            "endpoints.decode.endpoint:_usable", "(able and waits)", "able"),
+     waits.test_auto_exposes_no_pages_of_an_engine_that_waits_for_no_peer),
     (Mutant("bells end a room that has leases", RECEIVE + "listens", " and not self.paths", ""),
-     receiving.test_bells_end_no_room_that_has_leases_or_pulls),
+     receiving.test_bells_end_no_room_that_has_leases),
     (Mutant("a notice that contradicts bells fails a room that they have ended",
             RECEIVE + "_on_concluded", "self.inbound.conclude(",
             "if any(self.inbound):\n        return\n    self.inbound.conclude("),
