@@ -28,7 +28,7 @@ from disagg_kv.kernels import Kernels, TritonKernels
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import Event, PagedPool
 from disagg_kv.rendezvous import Source, StaticRendezvous
-from disagg_kv.strategies import LayerPipelined, Schedule, paths, pulls_pages, strategy
+from disagg_kv.strategies import LayerPipelined, Schedule, strategy
 from disagg_kv.transports import SupportsAllocate, Transport, between_processes
 
 from .bulk import BulkSource, BulkTarget
@@ -138,29 +138,20 @@ class PrefillRank:
         self._shape = shape
         self._ids = page_ids(shape, "prefill", setup.rank)
         size, layout = shape.pages("prefill")
-
-        def filled(carrier: object) -> PagedPool:
-            pool = PagedPool.allocate(
-                shape.spec(),
-                shards[setup.rank],
-                pages=len(self._ids) + SPARE,
-                page_size=size,
-                layout=layout,
-                allocator=carrier.allocate if isinstance(carrier, SupportsAllocate) else None,
-                device=setup.device,
-            )
-            fill(pool, shape, self._ids)
-            return pool
-
-        self._pool = filled(None)
-        carriers = {name: _wire(setup) for name in shape.runs}
-        # What decode maps has to be the transport's own memory, where the transport allocates.
-        pools = {name: filled(carriers[name]) if _pulled(shape, name) else self._pool for name in shape.runs}
+        self._pool = PagedPool.allocate(
+            shape.spec(),
+            shards[setup.rank],
+            pages=len(self._ids) + SPARE,
+            page_size=size,
+            layout=layout,
+            device=setup.device,
+        )
+        fill(self._pool, shape, self._ids)
         self._channels = {name: Timed(UnixChannel(setup.address("prefill", setup.rank, name))) for name in shape.runs}
         self._ends = {
             name: PrefillEndpoint(
-                pools[name],
-                transport=carriers[name],
+                self._pool,
+                transport=_wire(setup),
                 channel=self._channels[name],
                 rendezvous=setup.everybody(name),
                 instance="prefill",
@@ -382,12 +373,6 @@ def _how(shape: TransferShape, name: str) -> _How:
     if shape.programs is not None:
         how["kernels"] = TritonKernels(shape.programs)
     return how
-
-
-def _pulled(shape: TransferShape, name: str) -> bool:
-    """Whether decode reads the pages of prefill in one of the shape's runs."""
-    path = strategy(_how(shape, name)["strategy"]).path
-    return path in paths() and pulls_pages(paths()[path])
 
 
 def _options(shape: TransferShape, name: str) -> Options:

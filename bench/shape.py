@@ -39,7 +39,7 @@ class TransferShape:
         slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.
         ring_bytes: of each decode rank; None: the endpoint's own choice.
         group: layers of a group where a schedule cuts them; None: as it chooses.
-        programs: on GPUs: most programs of a copy of mapped pages, on either side; None: one per multiprocessor.
+        programs: on GPUs: most programs of a copy into mapped pages; None: one per multiprocessor.
         busy: during a transfer, each rank's engine thread runs Python code between two polls.
         decode_load: during a transfer, each decode rank runs steps like those of a decode engine between two polls.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.

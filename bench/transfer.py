@@ -16,7 +16,7 @@ from .rank import Moved
 from .ranks import Ranks, started
 from .shape import WIRE, TransferShape
 
-PHASES = ("plan", "gather", "post", "wire", "pull", "scatter", "checksum")
+PHASES = ("plan", "gather", "post", "wire", "scatter", "checksum")
 """Of an endpoint's report; ``call``, ``grant``, ``placed``, ``known`` and ``total`` are measured here."""
 
 
@@ -56,7 +56,7 @@ class Measured:
             had; ``total``: until the engine of each saw that the room was released.
         gb_per_s: bytes through the median total.
         wire_s: seconds of the wire phase, where gather and scatter take no cores from it: of a further run in which
-            they copy nothing, if the path has them; else as in ``phases``. Of ``pull``, where decode reads the pages.
+            they copy nothing, if the path has them; else as in ``phases``.
         share_of_ceiling: the ceiling's median ``wire`` over that of ``wire_s``, both of the slowest rank.
         total_share_of_ceiling: of the whole transfer: ``gb_per_s`` over the ceiling's.
         bells: share of the transfers of which decode's engine knew from bells.
@@ -256,12 +256,11 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
     grants = [grant for prefill, _ in runs for rank in prefill for grant in rank.grants]
     phases["call"] = Quantiles.of([max(m.called for m in prefill) for prefill, _ in runs])
     phases["grant"] = Quantiles.of(grants or [0.0])
-    moved = [m for _, decode in runs for m in decode]
-    wire = _phase(wire_runs, "pull" if any("pull" in m.seconds for m in moved) else "wire")
+    wire = _phase(wire_runs, "wire")
     phases["placed"] = Quantiles.of([max(m.placed for m in decode) - _since(prefill) for prefill, decode in runs])
     phases["known"] = Quantiles.of([max(m.known for m in decode) - _since(prefill) for prefill, decode in runs])
     phases["total"] = Quantiles.of(_totals(runs))
-    last = runs[-1][0]
+    last, moved = runs[-1][0], [m for _, decode in runs for m in decode]
     steps = [seconds for m in moved for seconds in m.steps], [seconds for m in moved for seconds in m.alone]
     speed = nbytes / phases["total"].p50 / 1e9
     return Measured(

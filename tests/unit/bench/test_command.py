@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 SHAPE = "--tokens 40 --layers 2 --kv-heads 4 --head-dim 16 --page-size 16 --repeats 3"
 SMALL = ["transfer", *SHAPE.split()]
 QUANTILES = {"p50", "p95"}
-PHASES = ["plan", "gather", "post", "wire", "pull", "scatter", "checksum"]
+PHASES = ["plan", "gather", "post", "wire", "scatter", "checksum"]
 
 
 class Careless(InprocTransport):
@@ -184,13 +184,3 @@ def test_steps_of_decode_are_measured_beside_transfers_and_without(capsys: pytes
     assert "decode step ms" in capsys.readouterr().out
     assert run([*SMALL, "--decode-load", "--busy"]) == 2
     assert "one of them" in " ".join(capsys.readouterr().err.split())
-
-
-def test_both_directions_of_mapped_pages_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    """A kernel of prefill pushes, or one of decode pulls: the bytes are right, and the copy has a phase of its own."""
-    found = bench(capsys, "--transport", "shm", "--prefill-tp", "1", "--strategies", "mapped,mapped_pull")
-    assert [of["path"] for of in found["strategies"].values()] == ["mapped", "mapped_pull"]
-    pulled = found["strategies"]["mapped_pull"]
-    assert pulled["wire_s"] == pulled["phases"]["pull"]
-    assert pulled["phases"]["pull"]["p50"] > 0 == pulled["phases"]["gather"]["p50"]
-    assert found["strategies"]["mapped"]["phases"]["pull"]["p50"] == 0
