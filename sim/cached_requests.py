@@ -125,9 +125,7 @@ class CachedRequest:
         prefixes.check()
         stop = None if plan.open_end else plan.rows
         state = memory.slot_tables(entry.slots)
-        taken = handle.expect(
-            Expectation(stop, [table], held={KV: claim.rows}, kept=claim.kept, state=state, aux=entry.aux)
-        )
+        taken = handle.expect(Expectation(stop, [table], held={KV: claim.rows}, state=state, aux=entry.aux))
         if taken != {KV: agreed} or claim.rows != agreed:
             self._world.violation("I2", f"{room.name(entry)}: {agreed} rows were agreed on, {taken} are taken as held")
 

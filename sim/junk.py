@@ -145,5 +145,4 @@ def _of_reception(handle: ReceptionHandle) -> dict[str, Callable[[], object]]:
     calls["expect with half an aux row"] = partial(wait, 0, [], aux=0.5)
     calls["expect after half a row"] = partial(wait, 0, [], held={"kv": 0.5})
     calls["expect after a list"] = partial(wait, 0, [], held=[4])
-    calls["expect after junk"] = partial(wait, 0, [], kept=[4])
     return calls

@@ -11,7 +11,7 @@ from attrs import frozen
 from disagg_kv.geometry import I32
 from disagg_kv.ids import Rank
 from disagg_kv.memory import U8
-from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PrefixCache, blake, namespace_of
+from disagg_kv.prefix import HashPrefixIndex, PrefixCache, blake, namespace_of
 from disagg_kv.rendezvous import StoreMinimum
 
 from .conversations import MOST, Conversation
@@ -136,8 +136,7 @@ class Prefixes:
         self._node = node
         self.pages = SimPages(node.memory)
         self.index = HashPrefixIndex(split.page_rows, split.pages, namespace_of(site.spec), digest)
-        sums = None if world.scenario.verify == "off" else CachedChecksums(node.memory.pool)
-        self.cache = PrefixCache(self.index, self.pages, site, sums=sums)
+        self.cache = PrefixCache(self.index, self.pages, site)
         self.minimum = StoreMinimum(store, node.instance, Rank(node.rank), split.world)
 
     def known(self) -> list[int]:

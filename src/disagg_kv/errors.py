@@ -24,7 +24,6 @@
     ├── EndpointBrokenError           the endpoint itself has failed, and rejects every call
     ├── SupersededError               another process has replaced this rank
     └── IntegrityError                received data differ from the sent data
-        └── PrefixChangedError        the pages of a held prefix changed; has the number of right rows
 
 Messages are for people: they name the room, the peer, the field and the numbers. Programs read ``code`` and the other
 attributes of :class:`DisaggKVError`. Errors of other libraries are wrapped where the library calls them; the original
@@ -52,7 +51,6 @@ __all__ = [
     "MissingDependencyError",
     "OversizeError",
     "PeerLostError",
-    "PrefixChangedError",
     "ProtocolError",
     "QuarantineFullError",
     "RegistrationError",
@@ -351,21 +349,6 @@ class IntegrityError(DisaggKVError):
     """Received data differ from the sent data."""
 
     code = "integrity"
-
-
-class PrefixChangedError(IntegrityError):
-    """Pages of a held prefix have changed since their checksums were stored.
-
-    Args:
-        message: the room, the page, the layer and both sums.
-        rows: number of leading rows that are still right, in whole pages.
-    """
-
-    code = "prefix_changed"
-
-    def __init__(self, message: str, rows: int) -> None:
-        self.rows = rows
-        super().__init__(message)
 
 
 def text_of(error: BaseException) -> str:

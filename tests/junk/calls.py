@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from attrs import evolve
 
@@ -14,14 +13,12 @@ from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
 from disagg_kv.core import Options
 from disagg_kv.endpoints import (
-    CachedPages,
     Environment,
     Expectation,
     Fail,
     RecoveringReceiver,
     Retry,
     attempt_id,
-    page_sums,
     room_id,
 )
 from disagg_kv.endpoints.decode import handle as reception
@@ -29,9 +26,9 @@ from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
 from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
 from disagg_kv.ids import GroupId, LayerId, Rank
-from disagg_kv.kernels import TritonKernels, kernels_for
+from disagg_kv.kernels import TritonKernels
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
-from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
+from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreMinimum, StoreRendezvous
 from disagg_kv.staging import RingStagingAllocator
 from disagg_kv.strategies import LayerPipelined, register, strategy
@@ -61,12 +58,12 @@ SPOKEN = {
 """Classes of which an engine only calls what a protocol names; and what else it calls."""
 
 MORE = (
-    RecoveringReceiver, Retry, CachedPages, prefix.Claim, PageAllocator, CachedChecksums, StoreRendezvous,
-    StaticRendezvous, RequestRendezvous, Buffer, MappedPool, Environment, *SPOKEN,
+    RecoveringReceiver, Retry, prefix.Claim, PageAllocator, StoreRendezvous, StaticRendezvous, RequestRendezvous,
+    Buffer, MappedPool, Environment, *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
-FUNCTIONS = (attempt_id, room_id, page_sums, namespace_of)
+FUNCTIONS = (attempt_id, room_id, namespace_of)
 
 
 def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
@@ -391,13 +388,13 @@ def _index() -> HashPrefixIndex:
 
 def _cache() -> PrefixCache:
     pool = PagedPool.allocate(SPEC, shard(SPEC), pages=16, page_size=4)
-    return PrefixCache(_index(), PageAllocator(range(16)), pool.site, sums=CachedChecksums(pool))
+    return PrefixCache(_index(), PageAllocator(range(16)), pool.site)
 
 
-@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing", extra="long octets", sums="thing or none")
+@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing", extra="long octets")
 def _prefix_cache(bench: Bench) -> Ready:
     pool = PagedPool.allocate(SPEC, shard(SPEC), pages=16, page_size=4)
-    good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site, "extra": b"", "sums": None}
+    good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site, "extra": b""}
     return PrefixCache, good
 
 
@@ -474,23 +471,10 @@ covers("MappedPool.__init__", site="thing", buffers="things")(
     lambda bench: (MappedPool, {"site": _pool().site, "buffers": _pool().buffers})
 )
 plain("TritonKernels.__init__", TritonKernels, {"programs": None}, programs="count or none")
-covers("CachedChecksums.__init__", pool="thing", kernels="thing or none")(
-    lambda bench: (CachedChecksums, {"pool": _pool(), "kernels": None})
-)
-covers("CachedChecksums.note", table="thing", which="ids", ready="event")(
-    lambda bench: (CachedChecksums(_pool()).note, {"table": PageTable(KV, [0, 1]), "which": [0], "ready": None})
-)
-covers("CachedChecksums.kept", pages="ids")(lambda bench: (CachedChecksums(_pool()).kept, {"pages": [0]}))
-covers("page_sums", kernels="thing", pool="thing", table="thing", which="ids", after="event")(
-    lambda bench: (page_sums, {"kernels": kernels_for("cpu"), "pool": _pool(), "table": PageTable(KV, [0, 1]),
-                               "which": [0], "after": None})
-)  # fmt: skip
 plain("room_id", room_id, {"text": "req-1"}, text="name or long")
 covers("attempt_id", request="room", attempt="count")(
     lambda bench: (attempt_id, {"request": bench.room(), "attempt": 2})
 )
-plain("CachedPages.__init__", CachedPages, {"table": PageTable(KV, [0]), "sums": np.zeros((1, 2), np.uint64)},
-      table="thing", sums="array")  # fmt: skip
 plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")
 
 plain("Source.__init__", Source, {"instance": "P", "addresses": ()}, instance="name", addresses="texts")

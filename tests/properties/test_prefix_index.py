@@ -48,8 +48,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.now = 0
         self.free = list(range(PAGES))
         self.open: list[Holder] = []
-        # Prefixes of pages that are wrong, under names that nobody asks for -> the prefix before them.
-        self.wrong: dict[Prefix, Prefix] = {}
 
     def make(self) -> HashPrefixIndex:
         return HashPrefixIndex(ROWS, PAGES, b"model")
@@ -63,7 +61,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def leaves(self) -> list[Prefix]:
         """Unheld prefixes that no longer one begins with."""
-        inner = {self.wrong.get((adapter, tokens), (adapter, tokens[:-ROWS])) for adapter, tokens in self.pages}
+        inner = {(adapter, tokens[:-ROWS]) for adapter, tokens in self.pages}
         return [prefix for prefix in self.pages if prefix not in inner and prefix not in self.held()]
 
     @rule(target=holders, tokens=tokens_of, adapter=adapters)
@@ -83,8 +81,6 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(holder=holders, more=tokens_of)
     def insert(self, holder: Holder, more: list[int]) -> None:
-        if self.wrong.keys() & set(holder.kept):
-            return
         tokens = [*(holder.kept[-1][1] if holder.kept else ()), *more]
         new = prefixes(holder.adapter, tokens)[len(holder.kept) :]
         if len(new) > len(self.free):
@@ -109,23 +105,6 @@ class IndexMachine(RuleBasedStateMachine):
         rows = min(keep * ROWS + 1, holder.lock.rows)
         self.index.shorten(holder.lock, rows)
         holder.kept = holder.kept[: rows // ROWS]
-
-    @rule(holder=holders, keep=st.integers(0, 4))
-    def forget(self, holder: Holder, keep: int) -> None:
-        keep = min(keep, len(holder.kept))
-        self.index.forget(holder.lock, keep * ROWS)
-        if self.wrong.keys() & set(holder.kept[keep : keep + 1]) or keep == len(holder.kept):
-            return
-        adapter, tokens = holder.kept[keep]
-        name = b"wrong %d" % len(self.wrong)
-        following = [p for p in self.pages if p[0] == adapter and p[1][: len(tokens)] == tokens]
-        renamed = {prefix: (name, prefix[1]) for prefix in following}
-        for prefix, new in renamed.items():
-            before = (prefix[0], prefix[1][:-ROWS])
-            self.wrong[new] = renamed.get(before, before)
-            self.pages[new], self.used[new] = self.pages.pop(prefix), self.used.pop(prefix)
-        for one in self.open:
-            one.kept = [renamed.get(prefix, prefix) for prefix in one.kept]
 
     @rule(holder=consumes(holders))
     def unlock(self, holder: Holder) -> None:

@@ -100,9 +100,7 @@ def local_heads(model: Model, tp: int) -> int:
     return max(1, model.heads // tp)
 
 
-def configs(
-    model: Model, instance: str, *, tp: int = 1, block: int = 4, blocks: int = 33, caching: bool = False
-) -> Any:
+def configs(model: Model, instance: str, *, tp: int = 1, block: int = 4, blocks: int = 33) -> Any:
     """``VllmConfig`` and ``KVCacheConfig``."""
     vllm = SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -118,7 +116,7 @@ def configs(
             enable_sleep_mode=False,
             get_total_num_kv_heads=lambda: model.heads,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=caching),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_transfer_config=SimpleNamespace(engine_id=instance),
         speculative_config=None,
     )
@@ -174,14 +172,13 @@ class Engine:
         blocks: int = 33,
         budget: int = 1 << 20,
         max_tokens: int = 1,
-        caching: bool = False,
         interleaved: bool = False,
         strategy: str = "auto",
         carrier: str = "inproc",
         verify: Verify = "off",
         options: Options | None = None,
     ) -> None:
-        vllm, cache = configs(model, instance, tp=tp, block=block, blocks=blocks, caching=caching)
+        vllm, cache = configs(model, instance, tp=tp, block=block, blocks=blocks)
         self.model, self.tp, self.budget, self.max_tokens = model, tp, budget, max_tokens
         self.facts: EngineFacts = facts(vllm, cache, tiles=tiles)
         self.side = SchedulerSide(instance, self.facts.groups, produces=produces, consumes=consumes)

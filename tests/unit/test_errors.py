@@ -19,7 +19,6 @@ from disagg_kv.errors import (
     MissingDependencyError,
     OversizeError,
     PeerLostError,
-    PrefixChangedError,
     SupersededError,
     TransportError,
     UnknownNameError,
@@ -40,7 +39,6 @@ SAMPLES: list[DisaggKVError] = [
     TransportError("a write failed", retryable=True),
     PeerLostError("silent", instance="decode-1", rank=3, epoch=b"e" * 16, address="tcp://10.0.0.1:5", room=b"r"),
     SupersededError("prefill-0", 1, "tcp://10.0.0.1:5", b"e" * 16),
-    PrefixChangedError("changed", 8),
 ]
 
 

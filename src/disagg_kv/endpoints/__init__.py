@@ -20,7 +20,6 @@ from .api import (
 )
 from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
-from .kept_pages import CachedPages, PageChecksums, page_sums
 from .loop.cores import threads_on
 from .loop.environment import Environment
 from .peers.incarnation import Incarnation
@@ -30,7 +29,6 @@ from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retr
 
 __all__ = [
     "Attempt",
-    "CachedPages",
     "DecodeEndpoint",
     "Delivery",
     "EndpointStatus",
@@ -39,7 +37,6 @@ __all__ = [
     "Fail",
     "Handle",
     "Incarnation",
-    "PageChecksums",
     "PeerInfo",
     "PeerState",
     "PrefillEndpoint",
@@ -60,7 +57,6 @@ __all__ = [
     "Usage",
     "attempt_id",
     "format_peers",
-    "page_sums",
     "room_id",
     "threads_on",
 ]

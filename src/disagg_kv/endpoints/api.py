@@ -381,8 +381,7 @@ class Reception(Handle, Protocol):
         Raises:
             GeometryError: tables that do not cover the rows, page ids out of range or twice, an aux row that does not
                 exist, or a held prefix that is longer than ``stop``.
-            ConfigurationError: held rows, but the endpoint's selection is not ``incremental``; or ``verify`` is
-                ``"full"`` and the held rows have no checksums.
+            ConfigurationError: held rows, but the endpoint's selection is not ``incremental``.
             LocalProtocolError: called twice.
         """
         ...

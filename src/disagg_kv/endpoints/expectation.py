@@ -12,7 +12,6 @@ from ..geometry import PageTable
 from ..ids import GroupId
 from ..memory import Event
 from .cached_prefix import rows_by_group
-from .kept_pages import CachedPages
 
 
 def _stop(given: int | None) -> int | None:
@@ -47,11 +46,6 @@ def _held(given: Mapping[GroupId, int] | None) -> Mapping[GroupId, int]:
     return rows_by_group("expectation", given)
 
 
-def _kept(given: Sequence[CachedPages]) -> tuple[CachedPages, ...]:
-    cached = arguments.several(given, "kept", CachedPages)
-    return tuple(CachedPages(_copy(one.table), one.sums.copy()) for one in cached)
-
-
 @frozen(eq=False)
 class Expectation:
     """The rows that a decode engine awaits, and where they go. The engine may reuse its arrays afterwards.
@@ -65,10 +59,6 @@ class Expectation:
         held: leading rows per group that are in the pages already; a group that is left out holds none. All ranks of an
             instance must give the same, or the room fails. A held row counts only while the engine keeps it; see
             :class:`~disagg_kv.prefix.PrefixCache`.
-        kept: pages of the held rows, from row 0 on, with their checksums of the time when they were kept; one per
-            group, see :func:`~disagg_kv.endpoints.page_sums`. An endpoint that verifies compares them before it asks
-            prefill for rows. If they differ, the room fails with a :class:`~disagg_kv.errors.PrefixChangedError`. Held
-            rows need this with ``verify="full"``.
         state: the room's slot in every group of states.
         aux: the aux row to fill, without which the room fails; None: no aux data is awaited.
         least: where ``stop`` is None: if prefill ends before this row, the room fails.
@@ -85,7 +75,6 @@ class Expectation:
     stop: int | None = field(converter=_stop)
     pages: Sequence[PageTable] = field(converter=_pages)
     held: Mapping[GroupId, int] = field(default=None, converter=_held, kw_only=True)
-    kept: Sequence[CachedPages] = field(default=(), converter=_kept, kw_only=True)
     state: Sequence[PageTable] = field(default=(), converter=_state, kw_only=True)
     aux: int | None = field(default=None, converter=_aux, kw_only=True)
     least: int = field(default=0, converter=_least, kw_only=True)

@@ -124,8 +124,7 @@ class Fail:
 class Retry:
     """A limited number of attempts, each at the prefill instance that ``place`` chooses.
 
-    The error does not matter, since ranks of one instance must decide alike and have different errors. So a request
-    whose held prefix has changed fails in every attempt; it needs a new request, with a new claim.
+    The error does not matter, since ranks of one instance must decide alike and have different errors.
 
     Args:
         place: hands the request to a prefill instance, to be opened under the id ``failed.next_id``, and returns that

@@ -283,15 +283,6 @@ class Site:
         return {group: min(one.bounds(start, stop)[0] for one in extents) for group, extents in self._extents.items()}
 
     @cached_property
-    def kept_layers(self) -> Mapping[GroupId, tuple[LayerId, ...]]:
-        """Per group the layers of components without a window, ascending; groups without such a layer are left out."""
-        found: dict[GroupId, set[LayerId]] = {}
-        for plane in self.planes:
-            if not self.spec.component(plane.layer, plane.component).window:
-                found.setdefault(plane.group, set()).add(plane.layer)
-        return {group: tuple(sorted(layers)) for group, layers in found.items()}
-
-    @cached_property
     def _extents(self) -> Mapping[GroupId, tuple[Extent, ...]]:
         """Per group of tokens the extents of its planes, each once: a model has many layers, but few kinds of them."""
         found: dict[GroupId, dict[Extent, None]] = {}

@@ -4,10 +4,8 @@ from .base import Pages, PrefixIndex, PrefixLock
 from .cache import Claim, PrefixCache
 from .index import HashPrefixIndex, blake, namespace_of
 from .pages import PageAllocator
-from .sums import CachedChecksums
 
 __all__ = [
-    "CachedChecksums",
     "Claim",
     "HashPrefixIndex",
     "PageAllocator",

@@ -112,17 +112,6 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def forget(self, lock: PrefixLock, rows: int) -> None:
-        """Mark the lock's pages beyond ``rows`` as wrong: they and the pages after them never match again.
-
-        Those pages stay in the index until they are evicted.
-
-        Raises:
-            LocalProtocolError: a lock of another index, or one that is no longer open.
-            GeometryError: ``rows`` is negative, or more than the lock holds.
-        """
-        ...
-
     def evict(self, pages: int) -> I32:
         """Remove and return up to ``count`` unlocked pages, least recently used first."""
         ...

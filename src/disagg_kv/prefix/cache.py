@@ -13,20 +13,17 @@ import numpy.typing as npt
 
 from .. import arguments
 from ..core import Phase
-from ..endpoints import CachedPages
 from ..errors import (
     CapacityError,
     ConfigurationError,
     DisaggKVError,
     GeometryError,
     LocalProtocolError,
-    PrefixChangedError,
 )
 from ..geometry import I32, PageTable, Site
 from ..memory import Event
 from .base import Pages, PrefixIndex, Tokens
 from .index import namespace_of
-from .sums import CachedChecksums
 
 log = logging.getLogger("disagg_kv")
 
@@ -66,23 +63,18 @@ class PrefixCache:
         site: the pool's site, with one group of pages of tokens. States are not part of a prefix: each room sends its
             own.
         extra: as for :func:`~disagg_kv.prefix.namespace_of`.
-        sums: stores the checksums of pages, so that later requests can verify them; of the same pool.
 
     Raises:
-        ConfigurationError: an index for another model or page size; sums of another pool; a pool with several groups.
+        ConfigurationError: an index for another model or page size; a pool with several groups.
             Also a pool with a sliding window: each room writes its rows again, into pages that others may hold.
     """
 
-    def __init__(
-        self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"", sums: CachedChecksums | None = None
-    ) -> None:
-        wanted = ("match", "shorten", "insert", "unlock", "forget", "evict")
+    def __init__(self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"") -> None:
+        wanted = ("match", "shorten", "insert", "unlock", "evict")
         arguments.methods(index, "index", "an index of prefixes", *wanted)
         arguments.methods(pages, "pages", "an allocator of pages", "take", "give")
         arguments.one(site, "site", Site)
         extra = arguments.octets(extra, "extra", most=4096)
-        if sums is not None:
-            arguments.one(sums, "sums", CachedChecksums)
         if len(site.token_groups) != 1:
             groups = [g.id for g in site.token_groups]
             raise ConfigurationError(f"a prefix cache needs exactly one group of token pages, not {groups}")
@@ -91,8 +83,6 @@ class PrefixCache:
                 "a prefix cache is for layers that see all tokens: rows of a sliding window are written again by "
                 "every room, into pages that others may hold"
             )
-        if sums is not None and sums.pool.site != site:
-            raise ConfigurationError("the checksums belong to another pool")
         self.group = site.token_groups[0]
         own = namespace_of(site.spec, extra)
         if index.namespace != own:
@@ -105,7 +95,6 @@ class PrefixCache:
             )
         self.index = index
         self.pages = pages
-        self.sums = sums
         self._leaving: deque[tuple[Event, Callable[[], None]]] = deque()
 
     def claim(self, tokens: Tokens, adapter: bytes = b"") -> Claim:
@@ -169,12 +158,6 @@ class Claim:
         return self._lock.rows
 
     @property
-    def kept(self) -> tuple[CachedPages, ...]:
-        """Pages of the held rows with their sums, for ``expect``; empty if the cache stores no sums."""
-        sums = self._cache.sums
-        return () if sums is None or not self.rows else (sums.kept(self._lock.pages),)
-
-    @property
     def table(self) -> PageTable:
         """All pages of the request, from row 0 on."""
         return PageTable(self._cache.group.id, self._table)
@@ -213,8 +196,7 @@ class Claim:
         After a success the rows are in the index, and the request keeps its pages until ``end``. Rows that another
         claim brought meanwhile are there twice: the claim keeps its own pages, and locks those of the index, too. So
         ``grow`` may lack pages that were free or evictable when the request was admitted. After a failure no row has
-        entered the index, all pages are free, and the claim has ended. Held pages that have changed are not matched
-        again.
+        entered the index, all pages are free, and the claim has ended.
         """
         self._check(_State.AWAITED)
         arguments.attributes(handle, "handle", "a room's handle", "phase", "released", "error")
@@ -224,8 +206,6 @@ class Claim:
             self._state = _State.THERE
             self._insert(self._tokens)
         else:
-            if isinstance(handle.error, PrefixChangedError):
-                self._cache.index.forget(self._lock, handle.error.rows)
             self._leave()
         return True
 
@@ -267,24 +247,20 @@ class Claim:
             raise ConfigurationError(f"ready: the event raised: {exc}") from exc
         if tokens is not None:
             self._check(_State.THERE)
-            self._insert(_tokens(tokens), ready)
+            self._insert(_tokens(tokens))
         if there:
             self._leave()
         elif ready is not None:
             self._state = _State.ENDED
             self._cache.leave(ready, self._leave)
 
-    def _insert(self, tokens: Tokens, ready: Event | None = None) -> None:
+    def _insert(self, tokens: Tokens) -> None:
         whole = len(tokens) // self._cache.group.rows_per_page
         if whole > len(self._table):
             raise GeometryError(f"{len(tokens)} tokens, but {len(self._table)} pages")
-        known = len(self._lock.ids)
-        given = self._table[known:whole]
+        given = self._table[len(self._lock.ids) : whole]
         spare = self._cache.index.insert(self._lock, tokens, given)
-        taken = ~np.isin(given, spare)
-        self._mine -= set(given[taken].tolist())
-        if self._cache.sums is not None:
-            self._cache.sums.note(self.table, (known + np.flatnonzero(taken)).tolist(), ready)
+        self._mine -= set(given.tolist()).difference(spare.tolist())
 
     def _leave(self) -> None:
         self._cache.index.unlock(self._lock)

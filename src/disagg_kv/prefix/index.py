@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection
 from hashlib import blake2b
-from itertools import chain
 
 import msgspec
 import numpy as np
@@ -78,8 +77,6 @@ class HashPrefixIndex:
         self._used: list[int] = []
         self._locks: set[PrefixLock] = set()
         self._held = 0
-        # Pages that are wrong: no key leads to them, and they wait for their eviction.
-        self._wrong: set[int] = set()
         self._now = 0
         # (used, page) of leaves without a lock; entries that are no leaves any more, or were used since, are skipped.
         self._leaves: list[int] = []
@@ -105,7 +102,7 @@ class HashPrefixIndex:
         return self._at.values()
 
     def __len__(self) -> int:
-        return len(self._at) + len(self._wrong)
+        return len(self._at)
 
     def match(self, tokens: Tokens, adapter: bytes = b"") -> PrefixLock:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.match`."""
@@ -163,23 +160,6 @@ class HashPrefixIndex:
         self._touch(lock.ids)
         return np.array(spare, np.int32)
 
-    def forget(self, lock: PrefixLock, rows: int) -> None:
-        """See :meth:`~disagg_kv.prefix.PrefixIndex.forget`."""
-        self._check(lock)
-        rows = arguments.count(rows, "rows", least=-arguments.MOST, error=GeometryError)
-        if not 0 <= rows <= lock.rows:
-            raise GeometryError(f"{rows} rows, but the lock has {lock.rows}")
-        after: dict[int, list[int]] = {}
-        for page in self._at.values():
-            after.setdefault(self._before[page], []).append(page)
-        wrong = lock.ids[rows // self._page_rows :][:1]
-        while wrong:
-            page = wrong.pop()
-            wrong += after.get(page, ())
-            if page not in self._wrong:
-                del self._at[self._key[page]]
-                self._wrong.add(page)
-
     def unlock(self, lock: PrefixLock) -> None:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.unlock`."""
         self._check(lock)
@@ -196,10 +176,7 @@ class HashPrefixIndex:
             if self._content[page] is None or self._used[page] != used or not self._is_free_leaf(page):
                 continue
             before = self._before[page]
-            if page in self._wrong:
-                self._wrong.remove(page)
-            else:
-                del self._at[self._key[page]]
+            del self._at[self._key[page]]
             self._content[page] = None
             self._key[page] = b""
             if before != _ROOT:
@@ -288,14 +265,13 @@ class HashPrefixIndex:
     def _push(self, page: int) -> None:
         heapq.heappush(self._leaves, self._used[page] << _PAGE_BITS | page)
         if len(self._leaves) > 2 * len(self) + 64:
-            there = chain(self._at.values(), self._wrong)
-            self._leaves = [self._used[p] << _PAGE_BITS | p for p in there if self._is_free_leaf(p)]
+            self._leaves = [self._used[p] << _PAGE_BITS | p for p in self._at.values() if self._is_free_leaf(p)]
             heapq.heapify(self._leaves)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         live = {page for page, content in enumerate(self._content) if content is not None}
-        assert {*self._at.values(), *self._wrong} == live
+        assert set(self._at.values()) == live
         assert len(self) == len(live)
         refs = dict.fromkeys(live, 0)
         for lock in self._locks:
@@ -311,7 +287,7 @@ class HashPrefixIndex:
             assert content is not None
             key = self._namespace if before == _ROOT else self._key[before]
             assert self._key[page] == self._digest(key + content)
-            assert self._at.get(self._key[page]) == page or page in self._wrong
+            assert self._at.get(self._key[page]) == page
             if before != _ROOT:
                 after[before] += 1
                 assert refs[page] <= refs[before]

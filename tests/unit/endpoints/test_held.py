@@ -63,6 +63,19 @@ def test_prefill_gives_no_pages_of_rows_that_decode_holds(path: str) -> None:
     rig.quiet()
 
 
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+def test_what_is_held_is_not_compared(path: str) -> None:
+    """Its bytes are not those that prefill computes; all that is sent is compared."""
+    rig = world(path)
+    memory = Memory(page_size=8, pages=100)
+    decodes = rig.decode(tp_shards(SPEC, 1), "V", memory, strategy=f"{path}+incremental", verify="full")
+    request = rig.request("room", rig.prefills, decodes, 60).open_decode().expect(60, held=21).open_prefill()
+    request.send(60).finish().landed()
+    assert request.receives[0].report.nbytes == 44 * ROW_BYTES
+    assert "checksum" in request.receives[0].report.seconds
+    rig.quiet()
+
+
 def test_direct_writes_only_the_pages_that_are_missing() -> None:
     """Page runs after the prefix; with equal layouts."""
     rig = world("direct", 1, 1, page=4)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.core import Phase
-from disagg_kv.endpoints import CachedPages, Expectation
+from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import GeometryError
@@ -156,17 +156,3 @@ def test_a_page_in_two_groups_is_refused_by_name(pair: tuple[GroupId, GroupId]) 
         with pytest.raises(GeometryError, match=shared(tables, *pair)):
             receiver.endpoint.open(RoomId(b"room"), Source("P")).expect(Expectation(20, list(tables.values())))
     room.rig.check()
-
-
-def test_a_kept_page_in_another_group_is_refused_by_name() -> None:
-    """A page of a held prefix, which the table of its own group does not name any more."""
-    room = Room.of("auto+incremental", (4, 4), 20)
-    (member,) = room.decodes
-    tables = room.tables(member)
-    full, slide = tables[GroupId("full")], tables[GroupId("slide")]
-    kept = [CachedPages(full, np.zeros((len(full.pages), 2), np.uint64))]
-    slide = PageTable(slide.group, [*slide.pages[:-1], full.pages[0]])
-    awaited = [PageTable(full.group, full.pages[2:], 8), slide, tables[GroupId("near")]]
-    handle = member.endpoint.open(RoomId(b"room"), Source("P"))
-    with pytest.raises(GeometryError, match=f"room room: page {full.pages[0]} is in group 'slide' and in group 'full'"):
-        handle.expect(Expectation(20, awaited, held=dict.fromkeys(tables, 8), kept=kept))

@@ -97,33 +97,6 @@ def test_what_agreement_takes_away_can_be_evicted() -> None:
     assert (lock.rows, index.evict(9).tolist()) == (2, [1])
 
 
-def test_what_is_wrong_is_never_matched_again_and_leaves_by_eviction() -> None:
-    """With all that was built on it, while others hold it too; a right copy takes its place at once."""
-    index = HashPrefixIndex(2, 8)
-    lock = filled(index, [1, 2, 3, 4, 5, 6], pages(0, 1, 2))
-    other = index.match([1, 2, 3, 4, 7, 8])
-    index.insert(other, [1, 2, 3, 4, 7, 8], pages(3))
-    index.forget(lock, 3)
-    index.forget(lock, 2)
-    assert (index.match([1, 2, 3, 4, 5, 6]).ids, lock.ids, other.ids) == ([0], [0, 1, 2], [0, 1, 3])
-    assert (len(index), index.evictable) == (4, 0)
-    index.check_integrity()
-    again = index.match([1, 2, 3, 4])
-    assert not len(index.insert(again, [1, 2, 3, 4], pages(4)))
-    assert index.insert(other, [1, 2, 3, 4, 7, 8, 9, 9], pages(5)).tolist() == []
-    assert index.match([1, 2, 3, 4, 7, 8, 9, 9]).ids == [0, 4], "what follows a wrong page is wrong"
-    for held in (lock, other):
-        index.unlock(held)
-    index.check_integrity()
-    assert sorted(index.evict(9).tolist()) == [1, 2, 3, 5]
-    index.check_integrity()
-    for rows in (-1, 5):
-        with pytest.raises(GeometryError, match="rows, but the lock has 4"):
-            index.forget(again, rows)
-    with pytest.raises(LocalProtocolError):
-        index.forget(lock, 0)
-
-
 def test_a_long_life_does_not_grow_the_list_of_leaves() -> None:
     """Stale entries go."""
     index = HashPrefixIndex(1, 4)

@@ -51,7 +51,7 @@ class QueuedRoom:
         return self._report if self.inner is None else self.inner.report
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
-        if expectation.kept or any(expectation.held.values()):
+        if any(expectation.held.values()):
             raise ConfigurationError(f"room {self.room.hex()}: this receiver takes no held prefix")
         if self.inner is not None:
             return self.inner.expect(expectation)

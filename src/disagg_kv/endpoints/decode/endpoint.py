@@ -104,7 +104,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         )
         with parts:
             check_verify(verify)
-            self._verify: Verify = verify
             chosen = named(strategy)
             self._selection = chosen.selection
             carrier = parts.transport
@@ -159,7 +158,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
                     room=room,
                 )
             key = self._new_key(room)
-            handle = ReceptionHandle(key, self._pool, self._commands, self._selection, self._verify)
+            handle = ReceptionHandle(key, self._pool, self._commands, self._selection)
             self._ids.add(room, handle)
             self.driver.post(partial(self._side.open, key, handle, source, own, tag))
         return handle

@@ -1,20 +1,17 @@
-"""What comes before prefill is asked for rows: decode's pages may be written, and held ones are what they were."""
+"""What comes before prefill is asked for rows: pages that are exposed may be written."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 
-from ...core import Awaited, Cancel, Verify, verified
+from ...core import Awaited, Cancel, Verify
 from ...core.wire.page_runs import tables_to_wire
 from ...errors import DisaggKVError, OversizeError
-from ...kernels import Kernels
 from ...memory import MemoryPool
-from ...planning import Segment
-from ..kept_pages import CachedPagesCheck
 from ..loop.event_loop import EventLoop
 from .handle import CheckedExpectation
-from .room import DecodeRoom, PagesReady
+from .room import DecodeRoom
 
 log = logging.getLogger("disagg_kv")
 
@@ -22,21 +19,18 @@ log = logging.getLogger("disagg_kv")
 class PendingExpectations:
     """Rooms that await rows, until prefill may be asked. Runs on the thread that advances.
 
-    Where pages are exposed, or held ones compared, that is once the engine's event for them has happened. Held pages
-    are compared after it, in a check of their own.
+    Where pages are exposed, that is once the engine's event for them has happened.
 
     Args:
         loop: the endpoint's.
         pool: ours.
-        kernels: they sum held pages.
         exposed: whether peers may write to pages.
         verify: how much is compared.
     """
 
-    def __init__(self, loop: EventLoop, pool: MemoryPool, kernels: Kernels, exposed: bool, verify: Verify) -> None:
+    def __init__(self, loop: EventLoop, pool: MemoryPool, exposed: bool, verify: Verify) -> None:
         self._loop = loop
         self._pool = pool
-        self._kernels = kernels
         self._exposed = exposed
         self._verify: Verify = verify
         self._rooms: list[DecodeRoom] = []
@@ -48,49 +42,19 @@ class PendingExpectations:
     def add(self, room: DecodeRoom, wanted: CheckedExpectation) -> None:
         """Rows are awaited; :meth:`ended` gives the room, at once where nothing has to come first."""
         room.wanted, room.ready = wanted, wanted.ready
-        if room.machine.error is None and room.ready is not None and (self._exposed or self._compares(room)):
-            room.checking = PagesReady(room)
-        else:
-            self._compare(room)
         self._rooms.append(room)
 
-    def _compare(self, room: DecodeRoom) -> None:
-        if room.machine.error is None and room.wanted is not None and self._compares(room):
-            room.checking = CachedPagesCheck(room.name, self._kernels, self._pool, room.wanted.kept)
-
-    def _compares(self, room: DecodeRoom) -> bool:
-        """Whether held pages are compared before prefill is asked for rows."""
-        wanted = room.wanted
-        assert wanted is not None
-        return bool(wanted.kept) and verified(room.key.room, Segment(0, wanted.start, 0, 0), self._verify)
-
     def ended(self) -> Iterator[tuple[DecodeRoom, Awaited | Cancel]]:
-        """Go on with all; gives each for which nothing more has to come first, and the event for its machine."""
+        """Gives each for which nothing more has to come first, and the event for its machine."""
         for room in list(self._rooms):
             error: DisaggKVError | None = None
             try:
-                if not self._look(room):
+                if self._exposed and not room.writable():
                     continue
             except DisaggKVError as exc:
                 error = exc
             self._rooms.remove(room)
-            room.checking = None
             yield room, self._awaited(room) if error is None else Cancel(error)
-
-    def _look(self, room: DecodeRoom) -> bool:
-        """Go on with the checks of one room; True once all have ended well."""
-        while (check := room.checking) is not None:
-            began = self._loop.clock()
-            try:
-                if not check.done():
-                    return False
-            finally:
-                if isinstance(check, CachedPagesCheck):
-                    room.handle.report.spend("checksum", self._loop.clock() - began)
-            room.checking = None
-            if isinstance(check, PagesReady):
-                self._compare(room)
-        return True
 
     def _awaited(self, room: DecodeRoom) -> Awaited | Cancel:
         wanted, most = room.wanted, self._loop.options.request_pages

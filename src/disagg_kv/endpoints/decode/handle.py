@@ -9,10 +9,9 @@ from typing import Protocol
 from attrs import frozen
 
 from ... import arguments
-from ...core import Phase, RoomKey, Verify
+from ...core import Phase, RoomKey
 from ...errors import (
     AbortedError,
-    ConfigurationError,
     DisaggKVError,
     EndpointBrokenError,
     GeometryError,
@@ -25,7 +24,6 @@ from ...strategies import Selection
 from ..cached_prefix import after, first_row
 from ..expectation import Expectation
 from ..handle import RoomHandle, check_states, check_tables
-from ..kept_pages import CachedPages, check_kept, kept_layers
 from ..loop.admission import Admission
 from .bells import BellWatch
 
@@ -40,7 +38,6 @@ class CheckedExpectation:
         most: the largest ``stop`` that the pages allow.
         tables: pages and slots of states by group, from ``start`` on.
         aux: the aux row to fill.
-        kept: pages of the rows before ``start`` with their checksums; empty: not known.
         least: the smallest ``stop`` that prefill may have.
         ready: fires once the pages may be written; None: they may.
     """
@@ -50,7 +47,6 @@ class CheckedExpectation:
     most: int
     tables: Mapping[GroupId, PageTable]
     aux: int | None
-    kept: tuple[CachedPages, ...] = ()
     least: int = 0
     ready: Event | None = None
 
@@ -79,11 +75,8 @@ class DecodeCommands(Protocol):
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
 
-    def __init__(
-        self, key: RoomKey, pool: MemoryPool, commands: DecodeCommands, selection: Selection, verify: Verify = "off"
-    ) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, commands: DecodeCommands, selection: Selection) -> None:
         super().__init__(key.room)
-        self._verify: Verify = verify
         self._selection = selection
         self._key = key
         self._pool = pool
@@ -157,19 +150,12 @@ class ReceptionHandle(RoomHandle):
         starts = site.first_rows(start, stop)
         tables = after(site, check_tables(self.room, site, wanted.pages, starts, most), starts)
         slots = check_states(self.room, site, wanted.state)
-        summed = any(kept_layers(site, group.id) for group in site.token_groups)
-        if start and not wanted.kept and summed and self._verify == "full":
-            raise ConfigurationError(
-                f"{where}: verify is 'full', but {start} rows are held whose pages have no sums to be compared with: "
-                "give them as kept"
-            )
-        kept = check_kept(where, site, wanted.kept, start) if start and wanted.kept else ()
         try:
-            site.check_owners([*wanted.pages, *(one.table for one in kept)])
+            site.check_owners(wanted.pages)
         except GeometryError as exc:
             raise GeometryError(f"{where}: {exc}") from exc
         least = max(start, wanted.least)
-        return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, kept, least, wanted.ready)
+        return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, least, wanted.ready)
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""

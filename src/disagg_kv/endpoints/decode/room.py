@@ -11,7 +11,6 @@ from ...ids import Rank, room_name
 from ...memory import Event
 from ...planning import InstancePlans, PairPlan, Segment
 from ...rendezvous import Source
-from ..kept_pages import CachedPagesCheck
 from ..peers.handshake import RemoteEndpoint
 from .bells import BellWatch
 from .handle import CheckedExpectation, ReceptionHandle
@@ -21,10 +20,10 @@ from .handle import CheckedExpectation, ReceptionHandle
 class DecodeRoom:
     """A room, its prefill ranks, and the pages of its rows.
 
-    ``ready``: fires once its pages may be written. ``checking``: what must end before prefill is asked for rows, namely
-    that event or the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
-    ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
-    ``awaited``: what its machine knows of ``wanted``. ``uncut``: no prefill rank stages rows of it.
+    ``ready``: fires once its pages may be written. ``pairs``: what each prefill rank sends of what it awaits.
+    ``queued``: since when segments wait for staging
+    memory, for the observer. ``given_up``: the engine has aborted it. ``awaited``: what its machine knows of
+    ``wanted``. ``uncut``: no prefill rank stages rows of it.
     ``bells``: the slots of its writers, by rank. ``watch``: what the engine sees of them.
     """
 
@@ -37,7 +36,6 @@ class DecodeRoom:
     remotes: tuple[RemoteEndpoint, ...] = ()
     wanted: CheckedExpectation | None = None
     ready: Event | None = None
-    checking: CachedPagesCheck | PagesReady | None = None
     pairs: dict[Rank, PairPlan] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
     given_up: bool = False
@@ -73,14 +71,3 @@ class DecodeRoom:
     def name(self) -> str:
         """For messages."""
         return f"{room_name(self.key.room)} generation {self.key.generation}"
-
-
-@define(eq=False)
-class PagesReady:
-    """Waits until a room's pages may be written."""
-
-    room: DecodeRoom
-
-    def done(self) -> bool:
-        """See :meth:`DecodeRoom.writable`."""
-        return self.room.writable()

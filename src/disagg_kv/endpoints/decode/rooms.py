@@ -103,7 +103,7 @@ class DecodeSide:
         self._queue = queue
         self._exposed = exposed
         self._changes = changes
-        self._expectations = PendingExpectations(loop, pool, kernels, exposed, verify)
+        self._expectations = PendingExpectations(loop, pool, exposed, verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
@@ -155,7 +155,7 @@ class DecodeSide:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask prefill for rows once a room's pages may be written, and those that it builds on have been compared."""
+        """Ask prefill for rows once a room's pages may be written."""
         for room, event in self._expectations.ended():
             if isinstance(event, Awaited):
                 room.awaited = event
@@ -472,7 +472,7 @@ class DecodeSide:
         report.segments, report.nbytes = machine.inbound.segments_placed, machine.inbound.bytes_placed
         report.path = machine.path or ("exposed pages" if machine.inbound.segments_placed else "")
         report.lane = machine.lane
-        released = machine.released and room.checking is None
+        released = machine.released
         if released and "total" not in report.seconds:
             report.spend("total", self._loop.now - room.opened)
         phase, handle = machine.phase, room.handle
@@ -482,7 +482,7 @@ class DecodeSide:
             self._changes.add(handle)
         if self._rooms.get(room.key) is not room:
             return
-        if machine.state is not Receiving.CLOSED or room.checking is not None:
+        if machine.state is not Receiving.CLOSED:
             self._timers.by(room.key, room.next_at(self._loop.options.silence_s))
         else:
             del self._rooms[room.key]

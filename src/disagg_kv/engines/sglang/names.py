@@ -18,7 +18,7 @@ NAMES: Mapping[str, Sequence[str]] = {
         "ServerArgs.speculative_algorithm", "ServerArgs.enable_hierarchical_cache", "ServerArgs.tokenizer_worker_num",
         "ServerArgs.enable_hisparse", "ServerArgs.model_path", "ServerArgs.host", "ServerArgs.device",
         "ServerArgs.disaggregation_bootstrap_port", "ServerArgs.disaggregation_enable_kv_checksum",
-        "ServerArgs.enable_pd_role_switch", "ServerArgs.disaggregation_decode_enable_radix_cache",
+        "ServerArgs.enable_pd_role_switch",
         "ServerArgs.disaggregation_decode_allocation_policy", "ServerArgs.json_model_override_args",
         "ServerArgs.revision",
     ),

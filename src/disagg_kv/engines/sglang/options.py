@@ -65,15 +65,3 @@ class SGLangOptions(EngineOptions):
         chosen = strategy(self.strategy)
         path = "staged" if chosen.path == AUTO and prefill else chosen.path
         return selecting(f"{path}+{chosen.schedule.name}")
-
-    def check(self, radix_cache: bool) -> None:
-        """Raise a :class:`ConfigurationError` for options that SGLang's own ones contradict.
-
-        Args:
-            radix_cache: whether this is a decode server that keeps the pages of earlier prompts.
-        """
-        if radix_cache and self.verify == "full":
-            raise ConfigurationError(
-                "verify 'full' compares every row, and there are no checksums of SGLang's own radix cache: start decode"
-                " servers without --disaggregation-decode-enable-radix-cache, or take verify 'sampled'"
-            )

@@ -127,7 +127,6 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
         },
     )
     options = SGLangOptions.from_environment(os.environ)
-    options.check(not produces and disagg.disaggregation_decode_enable_radix_cache)
     model = ModelConfig.from_server_args(server_args)
     runner, plain = _runner.get(), str(model.dtype).removeprefix("torch.")
     dtype = cache_dtype(args.kv_cache_dtype_str, plain, str(runner.kv_cache_dtype).removeprefix("torch."))

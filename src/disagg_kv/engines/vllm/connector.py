@@ -104,7 +104,6 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts = facts(vllm_config, kv_cache_config, tiles=on_cpu, common=common)
         if self._facts.common is not None:
             _check_order(vllm_config, self._facts.block, self._facts.common.dim)
-        self._options.check(self._facts.prefix_caching and transfer.is_kv_consumer)
         if self._options.layered:
             refuse_layered(vllm_config)
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer

@@ -36,7 +36,6 @@ class EngineFacts:
         groups: the cache groups, in order.
         layers: the layers' caches, in the order of the model.
         model: identifies the model.
-        prefix_caching: whether vLLM keeps the blocks of earlier prompts.
         common: the cache in the terms that engines share; None: it is described as vLLM stores it.
     """
 
@@ -48,7 +47,6 @@ class EngineFacts:
     groups: tuple[BlockGroup, ...]
     layers: tuple[LayerShape, ...]
     model: bytes
-    prefix_caching: bool
     common: CommonCache | None = None
 
 
@@ -103,7 +101,6 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool =
         groups,
         layers,
         digest,
-        bool(vllm_config.cache_config.enable_prefix_caching),
         shared,
     )
 

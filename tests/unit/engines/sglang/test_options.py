@@ -29,7 +29,6 @@ def test_the_defaults_need_no_variable() -> None:
     assert options == SGLangOptions.from_environment({VARIABLE: ""}) == read({}) == SGLangOptions()
     assert options.names(prefill=True) == "staged+per_chunk+incremental"
     assert options.names(prefill=False) == "auto+per_chunk+incremental"
-    options.check(radix_cache=True)
 
 
 def test_every_option_is_taken() -> None:
@@ -63,13 +62,6 @@ def test_what_cannot_be_is_refused_by_name(text: str, message: str) -> None:
 def test_an_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match=f"{VARIABLE}.*silence_s"):
         read({"silence": 3})
-
-
-def test_sglangs_radix_cache_has_no_checksums() -> None:
-    options = read({"verify": "full"})
-    options.check(radix_cache=False)
-    with pytest.raises(ConfigurationError, match="disaggregation-decode-enable-radix-cache"):
-        options.check(radix_cache=True)
 
 
 def test_names_that_are_not_there_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

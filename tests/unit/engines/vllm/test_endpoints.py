@@ -71,10 +71,8 @@ Open = Callable[..., Instance]
 def opened() -> Iterator[Open]:
     made: list[Instance] = []
 
-    def make(
-        name: str, given: dict[str, Any], *, produces: bool = True, consumes: bool = True, caching: bool = False
-    ) -> Instance:
-        vllm, cache = configs(Model(), name, caching=caching)
+    def make(name: str, given: dict[str, Any], *, produces: bool = True, consumes: bool = True) -> Instance:
+        vllm, cache = configs(Model(), name)
         tensors = {layer_name(n): torch.full((33, 4, 4, 8), -1.0, dtype=torch.float16) for n in range(3)}
         options = ConnectorOptions.of({"staging_bytes": STAGING, **given})
         side, ends = open_worker(
@@ -251,7 +249,7 @@ def test_frames_of_a_cluster_are_encrypted(opened: Open, tmp_path: Path) -> None
 def test_decode_holds_rows_in_its_prefix_cache(opened: Open, strategy: str) -> None:
     """Prefill takes that from every decode instance, whatever its own cache."""
     p = opened("P", {"strategy": strategy}, consumes=False)
-    d = opened("D", {"strategy": strategy}, produces=False, caching=True)
+    d = opened("D", {"strategy": strategy}, produces=False)
     assert not transfer(p, d, (p.address,), held=1)
 
 

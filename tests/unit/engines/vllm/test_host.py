@@ -27,10 +27,9 @@ from tests.support.vllm_like import (
 
 
 def test_an_instance_with_full_attention() -> None:
-    vllm, cache = configs(Model(heads=4), "engine-7", tp=2, blocks=9, caching=True)
+    vllm, cache = configs(Model(heads=4), "engine-7", tp=2, blocks=9)
     found = facts(vllm, cache, tiles=False)
     assert (found.instance, found.tp, found.blocks, found.block, found.row) == ("engine-7", 2, 9, 4, 1)
-    assert found.prefix_caching
     assert [(g.id, g.index, g.block, g.row, g.page_rows) for g in found.groups] == [("group 0", 0, 4, 1, 4)]
     assert [layer.name for layer in found.layers] == [layer_name(n) for n in range(3)]
     assert {(layer.heads, layer.window, layer.format, layer.parts) for layer in found.layers} == {
@@ -192,7 +191,7 @@ def test_instances_of_one_model_agree_whatever_their_names_and_sizes() -> None:
     vllm, cache = configs(Model(), "P")
     vllm.cache_config.cache_dtype = "fp8"
     assert facts(vllm, cache, tiles=False).model == digest
-    assert digest == facts(*configs(Model(), "D", tp=2, blocks=7, caching=True), tiles=True).model
+    assert digest == facts(*configs(Model(), "D", tp=2, blocks=7), tiles=True).model
     for path, value in [
         ("model_config.model", "another/model"),
         ("model_config.dtype", "bfloat16"),
@@ -230,7 +229,7 @@ def test_the_common_description_has_rows_of_a_token_and_no_facts_of_vllm(tmp_pat
     assert (found.row, [(group.id, group.page_rows) for group in found.groups]) == (1, [(KV, 4)])
     assert found.common is not None
     assert (found.common.layers, found.common.heads, found.common.dim, found.common.dtype) == (3, 4, 8, "float16")
-    other = facts(*described(tmp_path, tp=2, block=8, blocks=7, caching=True), tiles=True, common=True)
+    other = facts(*described(tmp_path, tp=2, block=8, blocks=7), tiles=True, common=True)
     assert found.common == other.common
     assert facts(*described(tmp_path), tiles=True).common is None
 

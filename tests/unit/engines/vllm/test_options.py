@@ -19,7 +19,6 @@ def test_the_defaults_work_on_one_host() -> None:
         verify="off", silence_s=30.0, metrics="", status_socket=False,
     )  # fmt: skip
     assert not options.layered
-    options.check(prefix_caching=True)
 
 
 def test_every_option_is_taken() -> None:
@@ -69,13 +68,6 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) 
 def test_an_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match="silence_s"):
         ConnectorOptions.of({"silence": 3})
-
-
-def test_vllms_prefix_cache_has_no_checksums() -> None:
-    options = ConnectorOptions(verify="full")
-    options.check(prefix_caching=False)
-    with pytest.raises(ConfigurationError, match="no-enable-prefix-caching"):
-        options.check(prefix_caching=True)
 
 
 def test_the_package_has_one_name() -> None:

@@ -27,7 +27,7 @@ SETUPS = st.fixed_dictionaries(
         "strategy": st.sampled_from(["auto", "auto+layer_pipelined"]),
         "budget": st.sampled_from([5, 8, 64]),
         "max_tokens": st.sampled_from([1, 3]),
-        "caching": st.booleans(),
+        "holds": st.booleans(),
     }
 )
 SCHEDULES = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 5), st.integers(1, 40)), max_size=40)
@@ -43,12 +43,11 @@ def play(setup: dict[str, Any], acts: list[tuple[str, int, int]]) -> None:
         "options": Options(claim_s=0.3),
     }  # fmt: skip
     p = Engine(hub, "P", tp=setup["tps"][0], consumes=False, budget=setup["budget"], **both)
-    caching = setup["caching"]
-    d = Engine(hub, "D", tp=setup["tps"][1], produces=False, caching=caching, **both)
+    d = Engine(hub, "D", tp=setup["tps"][1], produces=False, **both)
     try:
         sizes: dict[int, int] = {}
         for act, number, size in acts:
-            step(p, d, act, number, sizes.setdefault(number, size), caching and model is not TWO_GROUPS)
+            step(p, d, act, number, sizes.setdefault(number, size), setup["holds"] and model is not TWO_GROUPS)
         for number in sizes:  # the other side of every transfer
             if f"p{number}" not in seen(p):
                 p.prefill(f"p{number}", prompt(sizes[number], number), f"t{number}")
@@ -78,14 +77,14 @@ def origin(p: Engine, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step(p: Engine, d: Engine, act: str, number: int, size: int, caching: bool) -> None:
+def step(p: Engine, d: Engine, act: str, number: int, size: int, holds: bool) -> None:
     """One act, if it is possible now."""
     engine, name = (p, f"p{number}") if act == "prefill" or act.endswith("p") else (d, f"d{number}")
     request = engine.requests.get(name)
     if act == "prefill" and name not in seen(p):
         p.prefill(name, prompt(size, number), f"t{number}")
     elif act == "decode" and name not in seen(d):
-        held = size // 8 * 4 if caching and number % 2 else 0
+        held = size // 8 * 4 if holds and number % 2 else 0
         d.decode(name, prompt(size, number), origin(p, number), cached=held)
     elif act == "wrong" and name not in seen(d):
         d.decode(name, prompt(size, number + 50), origin(p, number))

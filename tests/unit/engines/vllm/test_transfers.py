@@ -161,7 +161,7 @@ def test_decode_that_waits_for_a_prompt_that_is_not_sent_is_answered(pair: Pair)
 
 def test_rows_of_a_window_in_the_prefix_cache_of_decode_are_not_written_again(pair: Pair) -> None:
     """Other requests may read those blocks: decode computes the rest of such a prompt itself."""
-    p, d = pair((1, 1), TWO_GROUPS, caching=True)
+    p, d = pair((1, 1), TWO_GROUPS)
     for name, cached in (("before", 12), ("within", 20)):
         d.decode(name, prompt(22), prefilled(p, name, prompt(22)), cached=cached)
     run(p, d)
@@ -210,7 +210,7 @@ def test_a_layer_that_is_not_transferred_is_ignored(pair: Pair) -> None:
 
 def test_prefix_caches_of_both_instances(pair: Pair) -> None:
     """Prefill sends the rows of its cached blocks too, as decode may lack them; decode awaits only those it lacks."""
-    p, d = pair((2, 1), caching=True)
+    p, d = pair((2, 1))
     origin = prefilled(p, "r", prompt(22), cached=12)
     assert p.chunks == [("r", 22, True)]
     d.decode("all", prompt(22), origin)
@@ -228,7 +228,7 @@ def test_prefix_caches_of_both_instances(pair: Pair) -> None:
 
 def test_decode_that_has_all_rows_lets_prefill_free_its_blocks(pair: Pair) -> None:
     """VLLM computes the last token itself, as if it were no transfer at all."""
-    p, d = pair((1, 2), caching=True)
+    p, d = pair((1, 2))
     d.decode("r", prompt(8), prefilled(p, "r", prompt(8)), cached=8)
     run(p, d)
     assert d.reports == {}

@@ -13,11 +13,11 @@ from attrs import define, field
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ....endpoints import CachedPages, DecodeEndpoint, Expectation
+from ....endpoints import DecodeEndpoint, Expectation
 from ....geometry import PageTable
 from ....ids import Rank
 from ....memory import PagedPool
-from ....prefix import CachedChecksums, Claim, HashPrefixIndex, PrefixCache, namespace_of
+from ....prefix import Claim, HashPrefixIndex, PrefixCache, namespace_of
 from ....rendezvous import StoreMinimum
 from ....strategies import Incremental, strategy
 from .. import PageAllocator, PagedHFCache
@@ -61,8 +61,7 @@ class _Rank:
         index = HashPrefixIndex(group.rows_per_page, group.pages, namespace_of(pool.site.spec))
         self.free = free
         # A window's rows are sent afresh every time; such models have one turn.
-        sums = CachedChecksums(pool) if self.config.verify != "off" else None
-        self.cache = None if pool.site.spec.slides() else PrefixCache(index, free, pool.site, sums=sums)
+        self.cache = None if pool.site.spec.slides() else PrefixCache(index, free, pool.site)
         self.conversations = Conversations(self.config)
         self.each = [_Conversation() for _ in range(self.config.requests)]
         self.rooms: list[Moved] = []
@@ -82,12 +81,10 @@ class _Rank:
         """Await the rows of every prompt that this rank does not hold."""
         receptions = []
         for request, (conversation, prompt) in enumerate(zip(self.each, self.conversations.prompts, strict=True)):
-            table, held, kept = self._begin(conversation, prompt, f"{request} {turn}")
+            table, held = self._begin(conversation, prompt, f"{request} {turn}")
             receptions.append(self._endpoint.open(wire.room(request, turn), wire.SOURCE))
             state = self.slots[request : request + 1]
-            receptions[-1].expect(
-                Expectation(len(prompt), [table], held={table.group: held}, kept=kept, state=state, aux=request)
-            )
+            receptions[-1].expect(Expectation(len(prompt), [table], held={table.group: held}, state=state, aux=request))
             self.held.append(held)
             conversation.kept = [
                 (start, own[..., : max(held - start, 0), :]) for start, own in conversation.kept if start < held
@@ -96,18 +93,16 @@ class _Rank:
         for conversation, reception in zip(self.each, receptions, strict=True):
             assert conversation.claim is None or conversation.claim.settle(reception)
 
-    def _begin(
-        self, conversation: _Conversation, prompt: Sequence[int], name: str
-    ) -> tuple[PageTable, int, tuple[CachedPages, ...]]:
-        """Take pages for rows of a prompt that are not held; returns them, the number of held rows, and their sums."""
+    def _begin(self, conversation: _Conversation, prompt: Sequence[int], name: str) -> tuple[PageTable, int]:
+        """Take pages for rows of a prompt that are not held; returns them, and the number of held rows."""
         if self.cache is None:
             pages = self.free.take(-(-len(prompt) // self.paged.group.rows_per_page))
             conversation.table = PageTable(self.paged.group.id, pages)
-            return conversation.table, 0, ()
+            return conversation.table, 0
         conversation.claim = claim = self.cache.claim(prompt)
         table = claim.begin(self._agreed(name, claim.rows if self._keeps else 0))
         conversation.table = claim.table
-        return table, claim.rows, claim.kept
+        return table, claim.rows
 
     def _agreed(self, question: str, rows: int) -> int:
         """The rows that all ranks of the group hold."""
