@@ -188,10 +188,10 @@ def planning(found: Found) -> str:
 
 def page_tables(found: Found) -> str:
     """What page tables cost on the wire."""
-    head = ["pages that follow one another", "frames", "bytes", "encode, ms", "decode, ms", "check, ms"]
+    head = ["pages that follow one another", "bytes", "encode, ms", "decode, ms", "check, ms"]
     rows = (
         [
-            *(f"{one[name]:,}" for name in ("together", "frames", "bytes")),
+            *(f"{one[name]:,}" for name in ("together", "bytes")),
             *(f"{one[f'{name}_ms']:.1f}" for name in ("encode", "decode", "check")),
         ]
         for one in found["tables"]

@@ -1,7 +1,7 @@
-"""What page tables cost on the wire: bytes of their frames, and the time to encode, decode and check them.
+"""What page tables cost on the wire: bytes of their frame, and the time to encode, decode and check them.
 
-Prints one JSON document: tables of 1,048,576 pages by how many of them follow one another. Encoding includes the frames
-of decode, decoding those of prefill, up to the table that kernels read. Medians. The clock is the thread's CPU time, to
+Prints one JSON document: tables of 262,144 pages by how many of them follow one another. Encoding includes the frame
+of decode, decoding that of prefill, up to the table that kernels read. Medians. The clock is the thread's CPU time, to
 which other processes on the host add only what they take of caches and memory bandwidth.
 
     python -m benchmarks.page_tables > benchmarks/results/cpu_page_tables.json
@@ -20,11 +20,11 @@ from attrs import asdict
 from bench.machine import Machine
 from disagg_kv.core import Codec
 from disagg_kv.core.wire import page_runs as p
-from disagg_kv.core.wire.frames import MAX_TABLE, Expect, Head, TablePart
+from disagg_kv.core.wire.frames import MAX_TABLE, Expect, Head
 from disagg_kv.geometry import Group, PageTable
 from disagg_kv.ids import GroupId
 
-PAGES, TIMES = 1 << 20, 9
+PAGES, TIMES = MAX_TABLE // p.ID, 9
 HEAD = Head(src=bytes(16), dst=bytes(16), room=b"a room of one request", generation=1)
 
 
@@ -35,25 +35,17 @@ def table(together: int) -> PageTable:
     return PageTable(GroupId("kv"), pages.astype(np.int32))
 
 
-def encoded(known: PageTable, codec: Codec) -> list[bytes]:
-    """The frames of one request."""
-    wire = p.tables_to_wire([known])
-    data = b"".join(one.pages for one in wire)
-    parts = range(0, len(data), MAX_TABLE) if len(data) > MAX_TABLE else ()
-    bare = p.without_pages(wire) if parts else wire
-    frames = [codec.encode(Expect(**HEAD, start=0, stop=PAGES, paths=("mapped",), tables=bare, tag=b""))]
-    return frames + [codec.encode(TablePart(**HEAD, offset=at, data=data[at : at + MAX_TABLE])) for at in parts]
+def encoded(known: PageTable, codec: Codec) -> bytes:
+    """The frame of one request."""
+    tables = p.tables_to_wire([known])
+    return codec.encode(Expect(**HEAD, start=0, stop=PAGES, paths=("mapped",), tables=tables, tag=b""))
 
 
-def decoded(frames: list[bytes], codec: Codec) -> PageTable:
-    """The table in them."""
-    expect, *parts = (codec.decode(frame) for frame in frames)
+def decoded(frame: bytes, codec: Codec) -> PageTable:
+    """The table in it."""
+    expect = codec.decode(frame)
     assert isinstance(expect, Expect)
-    tables, data = expect.tables or (), bytearray()
-    for part in parts:
-        assert isinstance(part, TablePart)
-        data += part.data
-    (known,) = p.tables_from_wire(p.with_pages(tables, bytes(data)) if parts else tables, PAGES).values()
+    (known,) = p.tables_from_wire(expect.tables or (), PAGES).values()
     return known
 
 
@@ -63,17 +55,16 @@ def measured(together: int) -> dict[str, float]:
     for _ in range(TIMES):
         known = table(together)
         times = [clock()]
-        frames = encoded(known, codec)
+        frame = encoded(known, codec)
         times.append(clock())
-        back = decoded(frames, codec)
+        back = decoded(frame, codec)
         times.append(clock())
         back.check(group, 0, PAGES)
         times.append(clock())
         assert np.array_equal(back.pages, known.pages)
         seconds.append(np.diff(times))
     encode, decode, check = (round(1e3 * statistics.median(column), 2) for column in zip(*seconds, strict=True))
-    sizes = {"frames": len(frames), "bytes": sum(map(len, frames))}
-    return {"together": together, **sizes, "encode_ms": encode, "decode_ms": decode, "check_ms": check}
+    return {"together": together, "bytes": len(frame), "encode_ms": encode, "decode_ms": decode, "check_ms": check}
 
 
 def main() -> None:

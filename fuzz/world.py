@@ -228,10 +228,8 @@ FIELDS: Mapping[str, Callable[[Draw], object]] = {
     "tables": _tables,
     "tag": lambda draw: b"",
     "aux": lambda draw: draw.bytes(16),
-    "data": lambda draw: b"a" + draw.bytes(16),
     "reason": lambda draw: "forged",
     "address": lambda draw: "inproc://nowhere",
-    "again": lambda draw: bool(draw.byte() % 2),
     "parked": lambda draw: bool(draw.byte() % 2),
     "ready": lambda draw: bool(draw.byte() % 2),
     "ok": lambda draw: (None, True, False)[draw.byte() % 3],
@@ -244,7 +242,7 @@ OPTIONAL: Mapping[type[f.Frame], str] = {f.Expect: "stop", f.ChunkReady: "lease"
 KINDS: tuple[type[f.Frame], ...] = (
     f.Heartbeat, f.Expect, f.Expected, f.StagingRequest, f.Queued, f.Grant, f.Landed, f.ChunkReady, f.Return,
     f.Returned, f.Done, f.Complete, f.Abort, f.AbortAck, f.Drained, f.DrainedAck, f.Vote, f.Decision,
-    f.AuxPart, f.AuxTaken, f.Superseded, f.TablePart, f.TablesTaken,
+    f.Superseded,
 )  # fmt: skip
 
 

@@ -121,7 +121,8 @@ class CachedRequest:
         entry.await_states()
         if len(table.pages):
             memory.put((memory.want,), table.pages.tolist(), table.first, table.first, plan.rows, room.truth)
-        entry.exposed = entry.node.exposes and bool(len(table.pages) or entry.slots)
+        named = len(table.pages) + len(entry.slots)
+        entry.exposed = entry.node.exposes and 0 < named <= self._world.scenario.options.request_pages
         prefixes.check()
         stop = None if plan.open_end else plan.rows
         state = memory.slot_tables(entry.slots)

@@ -47,6 +47,7 @@ class Kind(Enum):
     REFUSED = "a room of two instances that cannot work together ends on both"
     WINDOW = "only those rows of a sliding window cross that the end of the room leaves in it"
     MAPPED = "a kernel copies rows from prefill's pages into decode's mapped pages"
+    LARGE = "more pages than a request may expose are not exposed"
     DRIVEN = "a call of an engine advances its endpoint"
     LAUNCHED = "the call of an engine that makes rows final launches copies into mapped pages"
     BELLS = "bells show an engine that a request is done, before its endpoint knows"

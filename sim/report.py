@@ -18,7 +18,6 @@ from attrs import define, field, frozen
 
 from disagg_kv.core.base import Finished, Gone, Leased
 from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
-from disagg_kv.core.wire.frames import AuxTaken
 
 from .fault import EVERY, FaultClass
 from .kind import Kind
@@ -99,7 +98,6 @@ MARKS = frozenset(
 UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
     {
         (Receiving.OPENED, Gone),
-        (Sending.COMPLETE, AuxTaken),
         (Sending.COMPLETE, Gone),
         (Sending.ABORTING, Gone),
         (Sending.MOVING, Gone),
@@ -113,7 +111,7 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
 """Cells that endpoints do not enter today, or hardly ever, and that stay as a second line of defence.
 
 ``Lost`` comes before ``Gone``. Only open rooms request and grant leases. Engines cannot finish a room that has ended. A
-flow is complete for a moment only, after its last aux data were taken. Unit tests enter these cells.
+flow is complete for a moment only. Unit tests enter these cells.
 """
 
 BATCH = 25

@@ -60,8 +60,8 @@ REMEMBERED = (1, 2, 64)
 FEW_LINKS, LINKS = 0.5, (1, 1, 2)
 """Share of the worlds in which endpoints drop links that no room uses, and the links that they may keep then."""
 
-TABLE_PARTS = (4, 10, 64, 1024)
-"""Bytes of page tables in one frame: with the most, a frame names the pages of any segment."""
+LARGE, MOST_PAGES = 0.15, (2, 6)
+"""Share of the worlds with exposed pages in which requests of more than a few pages expose none, and those few."""
 
 BOARDS = (0, 2, 8, 64)
 """Blocks of slots on a decode rank's board of bells: too few of them for all rooms in many worlds."""
@@ -308,7 +308,10 @@ class Scenario:
         maps, decode_path, prefill_paths = paths_of(seed, decode.world, decode_path, draws)
         if agrees(seed, decode.world):
             options = evolve(options, bells=options.bells or BOARDS[-1])
-        exposing = maps and decode_path != "staged"
+        exposing, large = maps and decode_path != "staged", random.Random(f"large {seed}")
+        if exposing and not agrees(seed, decode.world) and large.random() < LARGE:
+            options = evolve(options, request_pages=large.choice(MOST_PAGES))
+            exposing, prefill_paths = False, ["auto", "staged"]
         refused = None if exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
         return cls(
             seed=seed,
@@ -381,8 +384,6 @@ def _options(seed: int, rng: random.Random) -> Options:
         tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
         parked=rng.choice((1, 64)),
         link_bytes=_link_bytes(seed),
-        aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
-        table_part=random.Random(f"tables {seed}").choice(TABLE_PARTS),
         bells=random.Random(f"bells {seed}").choice(BOARDS),
     )
 

@@ -16,8 +16,6 @@ from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.core.wire.frames import (
     Abort,
     AbortAck,
-    AuxPart,
-    AuxTaken,
     ChunkReady,
     Complete,
     Done,
@@ -34,7 +32,6 @@ from disagg_kv.core.wire.frames import (
     Returned,
     RoomFrame,
     StagingRequest,
-    TablesTaken,
 )
 from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.decode.room import DecodeRoom
@@ -73,9 +70,6 @@ SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
     StagingRequest: {"segment": BOX, "ask": 0, "ready": True},
     ChunkReady: {"segment": BOX, "lease": 0},
     Done: {"stop": 1, "segments": 0, "aux": None},
-    AuxPart: {"offset": 0, "total": 1, "data": b"a"},
-    AuxTaken: {"upto": 1},
-    TablesTaken: {"upto": 1, "again": True},
     Return: {"segment": BOX, "ask": 0},
     Returned: {"segment": BOX, "ask": 0},
     Queued: {"segment": BOX},

@@ -135,8 +135,9 @@ class Room(SimRoom):
         if plan.aux:
             entry.aux = memory.aux.pop()
         entry.await_states()
-        entry.exposed = node.exposes and bool(pages or entry.slots)
         tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
+        named = sum(len(table.pages) for table in (*tables, *slots))
+        entry.exposed = node.exposes and 0 < named <= self.world.scenario.options.request_pages
         rows = self.world.count(plan.rows)
         entry.waits_from = self.world.now
         given = {"stop": None, "least": rows} if stop is None else {"stop": rows}
@@ -414,6 +415,8 @@ class Room(SimRoom):
         handle, world, lens = entry.handle, self.world, entry.node.memory.lens
         if not isinstance(handle, ReceptionHandle) or handle.phase is Phase.FAILED:
             return
+        if handle.report.reason:
+            world.saw(Kind.LARGE)
         if entry.slots:
             world.saw(Kind.STATES)
             if not len(lens.columns):

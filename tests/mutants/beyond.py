@@ -18,16 +18,15 @@ from tests.unit.endpoints import test_bells as bells
 from tests.unit.endpoints import test_device_bells as device_bells
 from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
-from tests.unit.endpoints import test_early as early
+from tests.unit.endpoints import test_edges as edges
 from tests.unit.endpoints import test_final_bells as finals
 from tests.unit.endpoints import test_uncut as uncut
 from tests.unit.endpoints import test_waits_for_peers as waits
 
-from .bugs import BALLOTS, BELLS, COPIES, DECODE, EARLY, MOVER, RECEIVE, TABLES, UNCUT
+from .bugs import BALLOTS, BELLS, COPIES, DECODE, MOVER, RECEIVE, TABLES, UNCUT
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
-ARRIVALS = EARLY + "EarlyArrivals."
 
 
 def _refused(table: WireTable, why: str) -> Callable[[], object]:
@@ -58,15 +57,12 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("the turn is held across a wait",
             DRIVER + "advance", "self._advance(budget_s, engine=engine)",
             "self._advance(budget_s, engine=engine)\n            engine or self.loop.wait(self._rest)"), _polls_alone),
-    (Mutant("a part of page tables of an earlier generation is taken",
-            ARRIVALS + "put", "found.expect.generation != part.generation or ", ""),
-     early.test_parts_belong_to_one_generation),
-    (Mutant("what came of the page tables of an earlier expectation is kept",
-            ARRIVALS + "add", "if before is not None and before.expect == expect:", "if before is not None:"),
-     early.test_what_came_for_another_expectation_is_dropped),
-    (Mutant("what a lost peer awaited in an open room keeps its place",
-            ARRIVALS + "_count", "self._opened_pages += pages", "self._opened_pages += max(0, pages)"),
-     early.test_open_rooms_wait_for_their_tables_whatever_is_parked),
+    (Mutant("a request exposes more pages than one frame names",
+            TABLES + "excess", "(nbytes := total(tables)) > MAX_TABLE", "(nbytes := total(tables)) > 2 * MAX_TABLE"),
+     partial(runs.test_as_many_pages_as_one_frame_names_may_be_exposed, [range(0, 2 * runs.FULL + 2, 2)], "one frame")),
+    (Mutant("more aux data are taken than one frame carries",
+            "endpoints.loop.construction:check_aux", "if nbytes > MAX_AUX:", "if nbytes > 2 * MAX_AUX:"),
+     edges.test_a_pool_of_longer_aux_rows_is_refused),
     (Mutant("runs that name fewer pages than announced are taken",
             TABLES + "_unfolded", "int(lengths.sum()) != table.count", "int(lengths.sum()) > table.count"),
      _refused(runs.runs((0, 9), count=10), "runs of 9 pages, of which none may be empty, for 10")),

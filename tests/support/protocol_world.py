@@ -114,7 +114,7 @@ class World:
         self.setup = setup
         self.random = random.Random(setup.seed)
         # Engines open a room at any time: where every room is to succeed, the other side waits for that.
-        self.options = Options(window=4, aux_part=2, claim_s=TOTAL_S if setup.calm else CLAIM_S)
+        self.options = Options(window=4, claim_s=TOTAL_S if setup.calm else CLAIM_S)
         self.codec = Codec()
         self.now = 0.0
         self.faults = True

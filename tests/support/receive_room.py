@@ -20,7 +20,6 @@ from disagg_kv.core import (
 )
 from disagg_kv.core.wire.frames import (
     Abort,
-    AuxPart,
     ChunkReady,
     Done,
     Drained,
@@ -75,10 +74,6 @@ def expected(rank: int, *, parked: bool = False) -> Expected:
 
 def abort(rank: int, tag: bytes = b"") -> Abort:
     return Abort(**head(rank), reason="engine", tag=tag)
-
-
-def aux_part(rank: int, offset: int, data: bytes, total: int = 8) -> AuxPart:
-    return AuxPart(**head(rank), offset=offset, total=total, data=data)
 
 
 def drained(rank: int) -> Drained:

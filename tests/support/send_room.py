@@ -53,9 +53,9 @@ def abort(rank: int = 0) -> Abort:
 class Room:
     """A room; ``chunks`` of four rows are there before decode asks."""
 
-    def __init__(self, *, chunks: int = 2, ready: bool = True, window: int = 16, aux_part: int = 64) -> None:
+    def __init__(self, *, chunks: int = 2, ready: bool = True, window: int = 16) -> None:
         self.turns = 0
-        options = Options(window=window, aux_part=aux_part)
+        options = Options(window=window)
         self.machine = SendRoom(RoomId(b"r"), Generation(1), ME, options, 0.0)
         for i in range(chunks):
             self.add(4 * i + 4, ready=ready)

@@ -10,8 +10,8 @@ from attrs import frozen
 from ..errors import ConfigurationError
 from ..transports import LinkCost
 
-MAX_FRAME = 1 << 20
-"""Bytes of the largest control frame."""
+MAX_FRAME = (1 << 20) + (1 << 16)
+"""Bytes of the largest control frame: 1 MiB of page tables, and 64 KiB beside them."""
 
 
 MAX_TOGETHER = 64

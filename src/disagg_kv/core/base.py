@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .wire.frames import MAX_AUX, MAX_TABLE, Frame, WireBells, WirePace, WireTable
+from .wire.frames import Frame, WireBells, WirePace, WireTable
 from .wire.verify import Verify
 
 
@@ -57,12 +57,10 @@ class Options:
         known_s: pause between repetitions of an acknowledged vote, in case the decision is lost, and of a parked
             ``Expect``.
         window: segments of one room that may be between request and acknowledgement towards one destination.
-        aux_part: bytes of aux data in one frame; longer data cross in several.
         tombstones: ended rooms that an endpoint remembers by id, to refuse a second use and to agree on them with the
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
         parked: ``Expect`` frames that may wait for the engine to open their room.
         parked_pages: page ids that they may name together.
-        table_part: bytes of page tables in one frame; longer tables cross in several.
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
         bells: blocks of slots on a decode rank's board of bells: as many pairs of a room and a prefill rank on its host
             announce segments by bells at a time. 0: frames alone announce them.
@@ -84,11 +82,9 @@ class Options:
     retry_most_s: float = 2.0
     known_s: float = 10.0
     window: int = 16
-    aux_part: int = MAX_AUX
     tombstones: int = 4096
     parked: int = 4096
     parked_pages: int = 1 << 24
-    table_part: int = MAX_TABLE
     request_pages: int = 1 << 22
     bells: int = 512
     peers: int = 16_384
@@ -104,10 +100,6 @@ class Options:
             is_time = one.name.endswith("_s")
             known = arguments.seconds(value, name) if is_time else arguments.count(value, name, least=least)
             object.__setattr__(self, one.name, known)
-        if self.aux_part > MAX_AUX:
-            raise ConfigurationError(f"option aux_part: {self.aux_part} bytes in one frame; at most {MAX_AUX}")
-        if self.table_part > MAX_TABLE:
-            raise ConfigurationError(f"option table_part: {self.table_part} bytes in one frame; at most {MAX_TABLE}")
         if not self.heartbeat_s < self.silence_s:
             raise ConfigurationError(
                 f"options: a peer that beats every {self.heartbeat_s:g} s (heartbeat_s) would be lost after "

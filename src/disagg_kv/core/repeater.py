@@ -48,13 +48,6 @@ class Repeater:
             due.pause = pause
             self._timers.schedule(key, due.at)
 
-    def renew(self, key: Hashable, now: float) -> None:
-        """Its answer is on the way, in parts: repeat the frame only if nothing more comes for ``retry_s``."""
-        due = self._due.get(key)
-        if due is not None:
-            due.at, due.pause = now + self._options.retry_s, self._options.retry_s
-            self._timers.schedule(key, due.at)
-
     def stop(self, key: Hashable) -> None:
         """Stop repeating a frame: its answer has arrived."""
         if self._due.pop(key, None) is not None:

@@ -357,6 +357,7 @@ class Delivery(Handle, Protocol):
         Raises:
             GeometryError: not one slot of every group of states.
             LocalProtocolError: called twice, or ``stop`` is not where the chunks ended.
+            OversizeError: the pool gives more than 512 KiB of aux data.
         """
         ...
 

@@ -132,7 +132,7 @@ class MemoryPool(PagedMemory, Protocol):
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes of one aux row; 0 if the pool has none."""
+        """Bytes of one aux row, at most 512 KiB; 0 if the pool has none."""
         ...
 
     def read_aux(self, slot: int) -> bytes:

@@ -19,13 +19,13 @@ from disagg_kv.core import (
     WriteFailed,
     Wrote,
 )
-from disagg_kv.core.wire.frames import Abort, AuxPart, AuxTaken, ChunkReady, Done, Drained, Landed
+from disagg_kv.core.wire.frames import MAX_AUX, Abort, ChunkReady, Done, Drained, Landed
 from disagg_kv.errors import AbortedError, DeadlineError, PeerLostError, RemoteProtocolError
 from disagg_kv.planning import Segment
 from tests.support import receive_room as decode
 from tests.support import send_room as prefill
 from tests.support.receive_room import LEASE, OTHER_LEASE, P, chunk, done, failed, phase_of, released, request, state_of
-from tests.support.send_room import RETRY, A, B, D, frames, grant, head, landed, only, plan, sent, state, transfers
+from tests.support.send_room import RETRY, A, B, D, frames, grant, landed, only, plan, sent, state, transfers
 
 # Prefill.
 
@@ -89,12 +89,12 @@ def test_done_waits_for_what_is_not_written(step: str) -> None:
     assert state(room) is Sending.MOVING
 
 
-def test_done_waits_for_long_aux_data_and_not_for_acknowledgements() -> None:
-    room = prefill.Room(chunks=1, aux_part=9)
+def test_done_brings_all_aux_data_and_waits_for_no_acknowledgement() -> None:
+    room = prefill.Room(chunks=1)
     room.expect()
     room.write(A)
-    assert sent(room.machine.finish(4, bytes(18), 0.0)) == [AuxPart, AuxPart]
-    assert sent(room.say(AuxTaken(**head(), upto=18))) == [Done]
+    aux = bytes(range(256)) * (MAX_AUX // 256)
+    assert [done.aux for done in frames(room.machine.finish(4, aux, 0.0), Done)] == [aux]
 
 
 def test_notices_are_repeated_beside_done_until_each_is_acknowledged() -> None:

@@ -29,11 +29,6 @@ def test_times_that_contradict_each_other_are_refused() -> None:
         Options(retry_most_s=0.1)
 
 
-def test_aux_data_in_one_frame_are_bounded() -> None:
-    with pytest.raises(ConfigurationError, match="option aux_part: 65537 bytes in one frame; at most 65536"):
-        Options(aux_part=65537)
-
-
 def test_a_room_s_own_times_are_checked_and_zero_is_not_the_default() -> None:
     own = Options().of_room(2.0, None)
     assert (own.total_s, own.claim_s) == (2.0, 30.0)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
-from disagg_kv.core.room.parts import Parts
+from disagg_kv.channels import MAX_FRAME
 from disagg_kv.core.wire import page_runs as p
-from disagg_kv.core.wire.frames import WireTable
+from disagg_kv.core.wire.frames import MAX_TABLE, Codec, Expect, Head, WireTable
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import GroupId
 
 MOST = 1 << 22
+HEAD = Head(src=bytes(16), dst=bytes(16), room=bytes(64), generation=1)
 
 
 def table(*pages: int) -> WireTable:
@@ -42,17 +45,13 @@ def test_page_tables_come_back_as_they_went_in_the_shorter_form(pages: tuple[int
     wire = table(*pages)
     assert (wire.runs, len(wire.pages), p.size_of(wire)) == (runs, size, size)
     assert p.tables_from_wire([wire], MOST) == {GroupId("all"): PageTable(GroupId("all"), np.array(pages), 4)}
-    (bare,) = p.without_pages([wire])
-    assert p.whole([wire])
-    assert p.whole([bare]) == (not pages)
-    assert p.with_pages([bare, bare], wire.pages * 2) == (wire, wire)
 
 
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
         ((WireTable("all", 0, 1, 0, bytes(3)),), "'all': 3 bytes of 4"),
-        ((WireTable("all", 0, 1, 0, bytes(4)), WireTable("some", 0, 1, 0, b"")), "'all': 4 bytes of 0"),
+        ((WireTable("all", 0, 1, 0, bytes(4)), WireTable("some", 0, 1, 0, b"")), "'some': 0 bytes of 4"),
         ((WireTable("all", 0, 1, 0, bytes(4)),) * 2, "one is given twice"),
         ((WireTable("all", 0, 1, 0, b"\xff\xff\xff\xff"),), "page ids must be 0 to"),
         ((WireTable("all", 0, MOST + 1, 0, b""),), f"{MOST + 1} page ids of one request; at most {MOST}"),
@@ -65,8 +64,8 @@ def test_page_tables_come_back_as_they_went_in_the_shorter_form(pages: tuple[int
         ((runs((-1, 3)),), "runs of pages -1 to 1"),
         ((runs((0, 9), (40, 9), (7, 9)),), "runs overlap"),
         ((runs((0, 90), (40, 9)),), "runs overlap"),
-        ((WireTable("all", 0, 9, 1, b""),), "without their pages"),
-        ((WireTable("all", 0, 9, 0, b""),), "without their pages"),
+        ((WireTable("all", 0, 9, 1, b""),), "'all': 0 bytes of 8"),
+        ((WireTable("all", 0, 9, 0, b""),), "'all': 0 bytes of 36"),
     ],
 )
 def test_a_page_table_that_cannot_be_is_the_peers_error(tables: tuple[WireTable, ...], why: str) -> None:
@@ -85,14 +84,30 @@ def test_a_run_may_not_lie_in_one_that_is_not_its_neighbour() -> None:
         p.tables_from_wire([runs((0, 9), (1, -5), (7, 9))], MOST)
 
 
-def test_parts_that_were_lost_are_due_again() -> None:
-    parts = Parts(4)
-    parts.put(bytes(range(40)))
-    assert [offset for offset, _ in parts.due()] == list(range(0, 32, 4))
-    assert list(parts.taken(8)) == [0, 4]
-    assert [offset for offset, _ in parts.due()] == [32, 36]
-    parts.restart(13)
-    assert [offset for offset, _ in parts.due()] == list(range(12, 40, 4))
-    parts.restart(41)
-    assert parts.complete
-    assert not list(parts.due())
+FULL = MAX_TABLE // p.ID
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ([range(0, 2 * FULL, 2)], None),
+        ([range(0, 2 * FULL + 2, 2)], f"bytes of page tables in one frame: {4 * FULL + 4} bytes requested"),
+        ([range(0, FULL, 2), range(1, FULL + 1, 2)], None),
+        ([range(0, FULL, 2), range(1, FULL + 3, 2)], f"bytes of page tables in one frame: {4 * FULL + 4} bytes"),
+        ([range(MOST)], None),
+        ([range(MOST + 1)], rf"page ids of one request \(request_pages\): {MOST + 1} bytes"),
+    ],
+)
+def test_as_many_pages_as_one_frame_names_may_be_exposed(tables: list[range], why: str | None) -> None:
+    """262,144 page ids in all tables together; more where they follow one another, up to ``request_pages``."""
+    wire = p.tables_to_wire(PageTable(GroupId(f"g{i}"), np.array(one), 0) for i, one in enumerate(tables))
+    beyond = p.excess(wire, MOST)
+    if why is not None:
+        assert beyond is not None
+        assert re.search(why, str(beyond))
+        return
+    assert beyond is None
+    expect = Expect(**HEAD, start=0, stop=None, paths=("mapped",) * 8, tables=wire, tag=bytes(256))
+    frame = Codec().encode(expect)
+    assert len(frame) <= Codec.MAX_BYTES == MAX_FRAME
+    assert Codec().decode(frame) == expect

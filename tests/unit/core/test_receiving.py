@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from attrs import evolve
 
@@ -12,7 +10,6 @@ from disagg_kv.core import (
     CastVote,
     Concluded,
     Decided,
-    Effect,
     Free,
     Introduced,
     Leased,
@@ -30,7 +27,6 @@ from disagg_kv.core import (
 )
 from disagg_kv.core.wire.frames import (
     Abort,
-    AuxTaken,
     Complete,
     Done,
     Expect,
@@ -56,7 +52,6 @@ from tests.support.receive_room import (
     P,
     Room,
     abort,
-    aux_part,
     back,
     chunk,
     done,
@@ -463,48 +458,3 @@ def test_a_fast_writer_may_run_far_ahead_of_a_slow_one() -> None:
     for row in range(8):
         room.say(chunk(1, Segment(row, row + 1, 0, 2), None))
     assert only(room.say(done(0, 8), done(1, 8)), CastVote) == [CastVote(True, "")]
-
-
-def taken(effects: Sequence[Effect]) -> list[int]:
-    return [e.frame.upto for e in effects if isinstance(e, Send) and isinstance(e.frame, AuxTaken)]
-
-
-def test_aux_data_in_parts_are_put_together_whatever_is_lost_or_doubled() -> None:
-    """A part that is not the next is answered with what is there; the lowest rank's data count."""
-    room = Room(stop=0, aux_bytes=9)
-    assert taken(room.say(aux_part(0, 3, b"def"))) == [0]
-    assert taken(room.say(aux_part(0, 0, b"abc"))) == [3]
-    assert taken(room.say(aux_part(0, 0, b"abc"))) == [3]
-    assert taken(room.say(aux_part(0, 3, b"def"), aux_part(0, 6, b"gh"))) == [6, 8]
-    assert only(room.say(done(1, aux=b"one"), done(0)), Store) == [Store(b"abcdefgh")]
-    assert room.say(aux_part(0, 6, b"gh")) == []
-
-
-def test_parts_of_aux_data_after_the_last_word_bring_nothing() -> None:
-    """What a writer says in the end counts: an end that comes in another order is none with fewer bytes."""
-    room = Room(aux_bytes=9)
-    room.say(done(0))
-    assert taken(room.say(aux_part(0, 0, b"abc"))) == [0]
-
-
-def test_aux_data_that_the_engine_does_not_want_are_not_kept() -> None:
-    room = Room(stop=0)
-    assert taken(room.say(aux_part(0, 0, b"abc", total=1 << 40))) == [1 << 40]
-    assert only(room.say(done(0), done(1)), Store) == []
-
-
-@pytest.mark.parametrize(
-    ("events", "message"),
-    [
-        ([aux_part(0, 0, b"a", total=10)], "rank 0 sent aux data of 10 bytes for rows of 9"),
-        ([aux_part(0, 7, b"ab")], "rank 0 sent bytes 7-9 of 8 of aux data, after 0 of 0"),
-        ([aux_part(0, 0, b"a"), aux_part(0, 1, b"b", total=9)], "bytes 1-2 of 9 of aux data, after 1 of 8"),
-        ([aux_part(0, 0, b"a"), done(0)], "done after 1 of 8 aux bytes"),
-    ],
-)
-def test_aux_data_that_cannot_be_are_the_peers_error(events: list[RoomFrame], message: str) -> None:
-    """Decode keeps no more than its own row holds, and no row that is not whole."""
-    room = Room(stop=0, aux_bytes=9)
-    room.say(*events)
-    assert isinstance(room.machine.error, RemoteProtocolError)
-    assert message in str(room.machine.error)

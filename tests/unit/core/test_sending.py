@@ -6,8 +6,6 @@ import pytest
 
 from disagg_kv.core import CastVote, Decided, FlowPlan, Granted, Phase, Transfer, WriteFailed, Wrote
 from disagg_kv.core.wire.frames import (
-    AuxPart,
-    AuxTaken,
     ChunkReady,
     Done,
     Drained,
@@ -311,28 +309,3 @@ def test_rows_that_are_known_are_not_added_twice() -> None:
     assert frames(room.expect(), StagingRequest) != []
     assert room.add(8, start=4) == room.add(4, start=0) == []
     assert room.machine.rows.stop == 8
-
-
-def test_aux_data_that_no_frame_takes_go_in_parts_before_done() -> None:
-    """Eight parts are on their way at a time, each is repeated until it is taken, and ``Done`` follows the last."""
-    aux = bytes(range(100))
-    room = Room(chunks=0, aux_part=9)
-    room.expect()
-    parts = frames(room.machine.finish(0, aux, 0.0), AuxPart)
-    assert [(p.offset, p.total) for p in parts] == [(9 * i, 100) for i in range(8)]
-    (more,) = frames(room.say(AuxTaken(**head(), upto=9)), AuxPart)
-    assert sent(room.say(AuxTaken(**head(), upto=0), AuxTaken(**head(), upto=9), AuxTaken(**head(), upto=101))) == []
-    assert [p.offset for p in frames(room.machine.tick(0.2), AuxPart)] == [9 * i for i in range(1, 9)]
-    rest = frames(room.say(AuxTaken(**head(), upto=81)), AuxPart)
-    assert b"".join(p.data for p in (*parts, more, *rest)) == aux
-    (done,) = frames(room.say(AuxTaken(**head(), upto=100)), Done)
-    assert done.aux is None
-    assert sent(room.machine.tick(9.0)) == [Done]
-
-
-def test_aux_data_that_nobody_wants_are_taken_at_once() -> None:
-    room = Room(chunks=0, aux_part=9)
-    room.expect()
-    room.machine.finish(0, bytes(100), 0.0)
-    assert sent(room.say(AuxTaken(**head(), upto=100))) == [Done]
-    assert room.say(AuxTaken(**head(), upto=100)) == []

@@ -41,8 +41,6 @@ from disagg_kv.core.room.tables import Table
 from disagg_kv.core.wire.frames import (
     Abort,
     AbortAck,
-    AuxPart,
-    AuxTaken,
     ChunkReady,
     Complete,
     Done,
@@ -56,13 +54,12 @@ from disagg_kv.core.wire.frames import (
     Return,
     Returned,
     StagingRequest,
-    TablesTaken,
 )
 from disagg_kv.errors import LocalProtocolError, RemoteProtocolError
 from disagg_kv.ids import Epoch, Generation, RoomId
 
-TO_DECODE = {Expected, TablesTaken, StagingRequest, Return, ChunkReady, AuxPart, Done, Abort, Drained}
-TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, AuxTaken, Complete, Abort, AbortAck, DrainedAck}
+TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, Done, Abort, Drained}
+TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, Complete, Abort, AbortAck, DrainedAck}
 HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {

@@ -320,9 +320,9 @@ def alone(kind: type[E], rig: Rig, pool: PagedPool, name: str) -> E:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize("sizes", [(64, 8), (3 * MAX_AUX, 2 * MAX_AUX), (20 * MAX_AUX - 1, 20 * MAX_AUX)])
+@pytest.mark.parametrize("sizes", [(64, 8), (MAX_AUX, MAX_AUX - 1), (MAX_AUX - 1, MAX_AUX), (MAX_AUX, MAX_AUX)])
 def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], wanted: bool) -> None:
-    """What no frame takes comes in several; more than decode's row fails the room; what it does not want, not."""
+    """Up to 512 KiB; more than decode's row fails the room; what it does not want, not."""
     rig = Rig(SPEC)
     pools = [
         PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4, aux_slots=1, aux_bytes=n) for n in sizes
@@ -350,6 +350,63 @@ def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], want
         assert pools[1].read_aux(0) == (aux if wanted else b"").ljust(sizes[1], b"\0")
 
 
+def aux_pool(nbytes: int, kind: type[PagedPool] = PagedPool) -> PagedPool:
+    """Of one aux row."""
+    return kind.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4, aux_slots=1, aux_bytes=nbytes)
+
+
+def test_a_pool_of_longer_aux_rows_is_refused() -> None:
+    """By the constructor of either side, with both sizes; one of 512 KiB is taken."""
+    rig = Rig(SPEC)
+    refused = f"the aux data of a room: {MAX_AUX + 1} bytes requested, .* {MAX_AUX}"
+    with pytest.raises(OversizeError, match=refused):
+        alone(PrefillEndpoint, rig, aux_pool(MAX_AUX + 1), "more0")
+    with pytest.raises(OversizeError, match=refused):
+        alone(DecodeEndpoint, rig, aux_pool(MAX_AUX + 1), "more1")
+    alone(PrefillEndpoint, rig, aux_pool(MAX_AUX), "aux0").close()
+    alone(DecodeEndpoint, rig, aux_pool(MAX_AUX), "aux1").close()
+
+
+class Longer(PagedPool):
+    """Gives more than it said, from the ``after``-th look on."""
+
+    after = 1
+
+    def read_aux(self, slot: int) -> bytes:
+        self.after -= 1
+        return super().read_aux(slot) + (b"x" if self.after <= 0 else b"")
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_pool_that_gives_more_aux_data_than_it_said_fails_before_any_is_sent(after: int) -> None:
+    """The call of the engine, or the room that it was for."""
+    rig = Rig(SPEC)
+    pool = aux_pool(MAX_AUX, Longer)
+    assert isinstance(pool, Longer)
+    pool.after = after
+    send_end = alone(PrefillEndpoint, rig, pool, "aux0")
+    receive_end = alone(DecodeEndpoint, rig, aux_pool(MAX_AUX), "aux1")
+    receive = receive_end.open(RoomId(b"room"), Source("aux0"))
+    receive.expect(Expectation(0, [], aux=0))
+    send = send_end.open(RoomId(b"room"))
+    if after == 1:
+        with pytest.raises(OversizeError, match=f"the aux data of a room: {MAX_AUX + 1} bytes"):
+            send.finish(0, aux=0)
+        send.finish(0)
+    else:
+        send.finish(0, aux=0)
+
+    def ended() -> bool:
+        send_end.driver.step()
+        receive_end.driver.step()
+        return send.released and receive.released
+
+    rig.until(ended, "the end")
+    assert (send.phase, receive.phase) == (Phase.FAILED, Phase.FAILED)
+    assert ("an aux row is awaited, and prefill gave none" in str(receive.error)) is (after == 1)
+    assert isinstance(send.error, OversizeError) is (after == 2)
+
+
 @pytest.mark.parametrize(("path", "ends"), [("auto", Phase.DONE), ("slice", Phase.FAILED)])
 def test_more_pages_than_a_request_may_name_are_not_exposed(
     path: str, ends: Phase, caplog: pytest.LogCaptureFixture
@@ -364,7 +421,7 @@ def test_more_pages_than_a_request_may_name_are_not_exposed(
     request.released()
     assert [handle.phase for handle in request.handles] == [ends, ends]
     assert request.sends[0].report.path == "staged" or isinstance(request.receives[0].error, OversizeError)
-    why = "25 pages are more than the 1 that a request may name (request_pages)"
+    why = "25 page ids of one request (request_pages), at most 1"
     assert request.receives[0].report.reason == f"staged: {why}"
     rig.request("another", prefills, rig.decodes, 100).start().released()
     assert caplog.text.count(why) == 1

@@ -168,14 +168,10 @@ def test_all_writers_have_to_say_how_the_room_ends() -> None:
     settle(rig, request, bells=True)
 
 
-def test_parts_of_aux_data_are_answered_after_the_bells() -> None:
-    """Prefill's room goes on to its end, though decode's has none left."""
-    _part_after_bells(2)
-    _part_after_bells(None)
-
-
-def _part_after_bells(aux: int | None) -> None:
-    rig, request = scene(stop=ROWS, aux=aux, options=Options(aux_part=3))
+@pytest.mark.parametrize("aux", [2, None])
+def test_prefill_s_last_word_is_answered_after_the_bells(aux: int | None) -> None:
+    """Prefill's room goes on to its end, though decode's has none left; also where decode wanted no aux data."""
+    rig, request = scene(stop=ROWS, aux=aux)
     request.send(ROWS)
     if aux is not None:
         request.finish(aux=1)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.page import mutants
 from disagg_kv.core.room.receive_room import ReceiveRoom
 from disagg_kv.core.wire import page_runs
-from disagg_kv.endpoints.prefill import early
+from disagg_kv.endpoints.decode import expecting
 from disagg_kv.errors import DisaggKVError
 from sim import simulate
 from tests.mutants.__main__ import main
@@ -69,12 +69,12 @@ def test_bugs_that_no_world_shows_are_found_by_a_test(bug: Mutant, test: Callabl
 
 def test_a_function_is_replaced_wherever_it_is_imported() -> None:
     """Those who imported it by its name call the bug too, and the original after that."""
-    bug = next(bug for bug in BUGS if bug.where == "core.wire.page_runs:with_pages")
-    before = page_runs.with_pages
-    assert vars(early)["with_pages"] is before
+    bug = next(bug for bug in BUGS if bug.where == "core.wire.page_runs:excess")
+    before = page_runs.excess
+    assert vars(expecting)["excess"] is before
     with bug.planted():
-        assert vars(early)["with_pages"] is page_runs.with_pages is not before
-    assert vars(early)["with_pages"] is page_runs.with_pages is before
+        assert vars(expecting)["excess"] is page_runs.excess is not before
+    assert vars(expecting)["excess"] is page_runs.excess is before
 
 
 def test_a_bug_that_is_none_survives() -> None:

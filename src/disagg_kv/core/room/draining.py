@@ -98,8 +98,6 @@ class DrainingRoom(Machine[Receiving]):
         self.error = error.about(room=self.room)
         self.state = Receiving.DRAINING
         self._repeat.clear()
-        for w in self._writers.values():
-            w.aux.clear()
         self._out.append(CastVote(False, str(error)))
         self._send_aborts()
         self._out += [Quarantine(segment) for segment in self.inbound if self.inbound[segment].lease is not None]

@@ -35,8 +35,6 @@ from ..repeater import Repeater
 from ..wire.frames import (
     Abort,
     AbortAck,
-    AuxPart,
-    AuxTaken,
     ChunkReady,
     Complete,
     Done,
@@ -58,7 +56,6 @@ from ..wire.frames import (
 from ..wire.specs import segment_to_wire
 from .machine import Machine, ours
 from .outbound import OutboundSegment, OutboundSegments, SegmentStep
-from .parts import Parts
 from .rows import Readiness
 from .tables import SENDING, Sending
 
@@ -131,7 +128,6 @@ class Flow(Machine[Sending]):
         self._repeat = Repeater(options)
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
-        self._aux = Parts(options.aux_part)
         self._bells: dict[Segment, int] = {}
         self._stated = False
         self._lost = False
@@ -345,29 +341,12 @@ class Flow(Machine[Sending]):
         if self.plan is not None and self.plan.bells is not None:
             slot, count, value = self.plan.bells
             self._out.append(RingFinal(self.peer, slot + count, value + count, event.stop, event.aux))
-        self._aux.put(event.aux)
-        self._send_aux()
-        self._check_finished()
-
-    def _send_aux(self) -> None:
-        for offset, data in self._aux.due():
-            part = AuxPart(**self._head, offset=offset, total=len(self._aux.data), data=data)
-            self._out.append(self._repeat.start(("aux", offset), Send(self.peer, part), self.now))
-
-    def _on_aux_taken(self, event: AuxTaken) -> None:
-        taken = self._aux.taken(event.upto)
-        if not taken:
-            self.ignored += 1
-            return
-        for offset in taken:
-            self._repeat.stop(("aux", offset))
-        self._send_aux()
         self._check_finished()
 
     def _check_finished(self) -> None:
         """Send ``Done`` with the last notice: no write follows, though acknowledgements may be pending."""
         f = self._finished
-        if f is None or not self._aux.complete or self.outbound.unacknowledged < len(self.outbound):
+        if f is None or self.outbound.unacknowledged < len(self.outbound):
             return
         assert self.plan is not None
         self.state = Sending.FINISHED
@@ -375,7 +354,7 @@ class Flow(Machine[Sending]):
             **self._head,
             stop=f.stop,
             segments=self.outbound.announced,
-            aux=None if self._aux.data else f.aux,
+            aux=f.aux,
             pace=self.plan.pace(),
             lane=self.plan.lane,
             unstaged=self.plan.unstaged,

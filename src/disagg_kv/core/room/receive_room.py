@@ -24,8 +24,6 @@ from __future__ import annotations
 
 from math import inf
 
-from attrs import evolve
-
 from ...errors import AbortedError, About, DeadlineError, GeometryError, IntegrityError, RemoteProtocolError
 from ...ids import Epoch, Generation, Rank, RoomId
 from ...planning import Intake, RowRange, Segment
@@ -53,8 +51,6 @@ from ..base import (
 )
 from ..wire.frames import (
     Abort,
-    AuxPart,
-    AuxTaken,
     Box,
     ChunkReady,
     Complete,
@@ -69,18 +65,14 @@ from ..wire.frames import (
     Returned,
     RoomFrame,
     StagingRequest,
-    TablePart,
-    TablesTaken,
     WireBells,
     WirePace,
 )
-from ..wire.page_runs import total, without_pages
 from ..wire.specs import segment_from_wire, segment_to_wire
 from ..wire.verify import unlike
 from .draining import DrainingRoom
 from .inbound import InboundSegment
 from .machine import ours
-from .parts import Parts
 from .tables import Receiving
 from .writers import Writer, chosen, misplaced, unopened, waited_for
 
@@ -119,7 +111,7 @@ class ReceiveRoom(DrainingRoom):
             return []
         if self._claim_by < inf and isinstance(event, RoomFrame):
             w = self._writers[Epoch(event.src)]
-            w.opened |= not (isinstance(event, TablesTaken) or (isinstance(event, Expected) and event.parked))
+            w.opened |= not (isinstance(event, Expected) and event.parked)
             self._claim_by = self._claim_by if unopened(self._writers.values()) else inf
         return super().handle(event, now)
 
@@ -189,12 +181,6 @@ class ReceiveRoom(DrainingRoom):
         a = self._awaited
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
-        if a.tables is not None and total(a.tables) > self._options.table_part:
-            data = b"".join(table.pages for table in a.tables)
-            self._awaited = a = evolve(a, tables=without_pages(a.tables))
-            for w in self._writers.values():
-                w.tables = Parts(self._options.table_part)
-                w.tables.put(data)
         if not self._exposed or a.verify != "off":
             self._bells = ()
         for w in self._writers.values():
@@ -229,16 +215,6 @@ class ReceiveRoom(DrainingRoom):
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
         self._repeat.slow(("expect", w.rank), self._options.silence_s / 2)
-
-    def _on_tables_taken(self, event: TablesTaken) -> None:
-        """A writer has a part of the page tables, or asks for what it lacks: ``Expect`` is repeated meanwhile."""
-        w = self._writer(event)
-        if event.again:
-            w.tables.restart(event.upto)
-        elif w.tables.taken(event.upto):
-            self._repeat.renew(("expect", w.rank), self.now)
-        for offset, data in w.tables.due():
-            self._send(w, TablePart(**self._to(w), offset=offset, data=data))
 
     # Moving.
 
@@ -380,14 +356,6 @@ class ReceiveRoom(DrainingRoom):
             self.inbound.drop(segment)
         self._check_placed()
 
-    def _on_aux_part(self, event: AuxPart) -> None:
-        assert self._awaited is not None
-        w, most = self._writer(event), self._awaited.aux_bytes
-        if most and (problem := w.take(event, most)):
-            self._refuse(w, f"sent {problem}")
-        else:
-            self._send(w, AuxTaken(**self._to(w), upto=len(w.aux) if most else event.total))
-
     def _on_done(self, event: Done) -> None:
         assert self._awaited is not None
         w, a = self._writer(event), self._awaited
@@ -416,7 +384,7 @@ class ReceiveRoom(DrainingRoom):
             reason = f"{self._name()}: prefill is done, but {what} are not complete"
             self._fail(RemoteProtocolError(reason, instance=self.source))
             return
-        aux = chosen(w.results for w in writers)
+        aux = chosen(w.aux for w in writers)
         if aux is not None:
             self._out.append(Store(aux))
         elif self._awaited.aux_bytes:

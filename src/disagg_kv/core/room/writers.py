@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
-from attrs import define, field
+from attrs import define
 
 from ...ids import Epoch, Rank
 from ..base import Awaited
-from ..wire.frames import MAX_TABLE, AuxPart, Done
-from .parts import Parts
+from ..wire.frames import Done
 
 
 @define
@@ -27,9 +25,6 @@ class Writer:
         lost: it is lost, which is no evidence that it writes nothing more.
         open: segments that it has requested and not announced.
         arrived: segments that it has announced.
-        aux: the aux data that has come in parts.
-        aux_total: bytes of the aux data that comes in parts; 0: none does.
-        tables: what is sent to it of the page tables, where they come in parts.
     """
 
     epoch: Epoch
@@ -42,26 +37,6 @@ class Writer:
     lost: bool = False
     open: int = 0
     arrived: int = 0
-    aux: bytearray = field(factory=bytearray)
-    aux_total: int = 0
-    tables: Parts = field(factory=partial(Parts, MAX_TABLE))
-
-    def take(self, part: AuxPart, most: int) -> str | None:
-        """Add a part of its aux data, if it is the next one; returns what is wrong with the part.
-
-        A part that comes after ``Done`` is a repetition.
-        """
-        if self.done is not None:
-            return None
-        end = part.offset + len(part.data)
-        if part.total > most:
-            return f"aux data of {part.total} bytes for rows of {most}"
-        if end > part.total or self.aux_total not in (0, part.total):
-            return f"bytes {part.offset}-{end} of {part.total} of aux data, after {len(self.aux)} of {self.aux_total}"
-        self.aux_total = part.total
-        if part.offset == len(self.aux):
-            self.aux += part.data
-        return None
 
     @property
     def complete(self) -> bool:
@@ -76,19 +51,13 @@ class Writer:
     @property
     def problem(self) -> str | None:
         """What it did that contradicts its ``Done``; None: nothing does."""
-        if self.done is None:
-            return None
-        if len(self.aux) != self.aux_total:
-            return f"is done after {len(self.aux)} of {self.aux_total} aux bytes"
-        if self.arrived > self.done.segments:
+        if self.done is not None and self.arrived > self.done.segments:
             return f"is done after {self.done.segments} segments, and has announced {self.arrived}"
         return None
 
     @property
-    def results(self) -> bytes | None:
-        """All of its aux data, once it is done; None: it sends none."""
-        if self.aux_total:
-            return bytes(self.aux)
+    def aux(self) -> bytes | None:
+        """Its aux data, once it is done; None: it sends none."""
         return None if self.done is None else self.done.aux
 
     @property

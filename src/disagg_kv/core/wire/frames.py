@@ -21,8 +21,8 @@ from .verify import Verify
 VERSION = 8
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
-MAX_AUX = 64 * 1024
-"""Bytes of aux data in one frame: longer data do not ride in ``Done`` but precede it, in ``AuxPart``."""
+MAX_AUX = 512 * 1024
+"""Bytes of aux data."""
 
 MAX_DESCRIPTOR = 512 * 1024
 """Bytes of a transport's descriptor in ``Hello``."""
@@ -30,8 +30,8 @@ MAX_DESCRIPTOR = 512 * 1024
 MAX_ENTRIES = 65_536
 """Entries of any list in a frame."""
 
-MAX_TABLE = 256 * 1024
-"""Bytes of page tables in one frame: longer ones do not ride in ``Expect`` but follow it, in ``TablePart``."""
+MAX_TABLE = 1 << 20
+"""Bytes of page tables: 262,144 page ids, or as many runs of them as there is space for."""
 
 MAX_RANKS = 4096
 """Ranks of an instance."""
@@ -139,7 +139,7 @@ class WireSite(Struct, array_like=True, frozen=True, forbid_unknown_fields=True)
 class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A :class:`~disagg_kv.geometry.PageTable` of ``count`` pages, as :mod:`.page_runs` writes it.
 
-    ``runs``: how many runs ``pages`` has; 0: it has page ids. ``pages`` is empty where they come in ``TablePart``.
+    ``runs``: how many runs ``pages`` has; 0: it has page ids.
     """
 
     group: Name
@@ -225,11 +225,11 @@ class Heartbeat(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=3):
     """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited.
 
-    ``tables`` are there exactly when pages are exposed, whole or to come in ``TablePart``; ``paths`` are those that
-    decode allows; ``verify`` says how much it wants compared. ``pace`` is the last one that a prefill rank sent: all of
-    them choose layer groups by it. ``bells`` are slots in which the receiver may announce its segments before its
-    frames do; see :mod:`disagg_kv.transports.bells`. ``uncut``: staging memory cuts no segment, and the receiver
-    takes a path that needs none.
+    ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows; ``verify`` says how
+    much it wants compared. ``pace`` is the last one that a prefill rank sent: all of them choose layer groups by it.
+    ``bells`` are slots in which the receiver may announce its segments before its frames do; see
+    :mod:`disagg_kv.transports.bells`. ``uncut``: staging memory cuts no segment, and the receiver takes a path that
+    needs none.
     """
 
     start: U
@@ -377,21 +377,7 @@ class Returned(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
     ask: U
 
 
-class AuxPart(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=20):
-    """Prefill -> decode: bytes from ``offset`` on of ``total`` bytes of aux data, in order."""
-
-    offset: U
-    total: U
-    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_AUX)]
-
-
-class AuxTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=21):
-    """Answer to ``AuxPart``: everything before ``upto`` is there; ``total``, too, where decode wants none."""
-
-    upto: U
-
-
-class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=22):
+class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=20):
     """Rank -> another life of its own instance: a younger life of the receiver's rank is at ``address``.
 
     Prefill -> decode: a younger life of the sender's rank is at ``address``.
@@ -400,24 +386,7 @@ class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     address: Name
 
 
-class TablePart(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=23):
-    """Decode -> prefill, after ``Expect``: bytes from ``offset`` on of the ``pages`` of all its tables, in order."""
-
-    offset: U
-    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_TABLE)]
-
-
-class TablesTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=24):
-    """Answer to ``TablePart``: everything before ``upto`` is there. ``again``: send what follows again.
-
-    It answers ``Expect``, too, and the first part that came out of turn.
-    """
-
-    upto: U
-    again: bool
-
-
-class Parted(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=25):
+class Parted(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=21):
     """The sender has dropped its link: no room there uses the receiver. It knows the receiver still."""
 
 
@@ -442,11 +411,7 @@ AnyFrame = (
     | Decision
     | Return
     | Returned
-    | AuxPart
-    | AuxTaken
     | Superseded
-    | TablePart
-    | TablesTaken
     | Parted
 )
 
@@ -481,7 +446,8 @@ class Codec:
     A ``Hello`` is recognised by the digest of its bytes, and its parts are shared with those of other peers.
     """
 
-    MAX_BYTES: ClassVar[int] = 1 << 20
+    MAX_BYTES: ClassVar[int] = MAX_TABLE + (1 << 16)
+    """Bytes of a frame: the largest page tables, and what stands beside them."""
     MAX_HELLO_BYTES: ClassVar[int] = 1 << 24
     """Bytes of the ``Hello`` frames that are remembered."""
     SHARED_BYTES: ClassVar[int] = 1 << 14
@@ -499,7 +465,7 @@ class Codec:
         """The frame in ``data``.
 
         Raises:
-            RemoteProtocolError: anything but one whole, valid frame of at most 1 MiB.
+            RemoteProtocolError: anything but one whole, valid frame of at most ``MAX_BYTES``.
         """
         if len(data) > self.MAX_BYTES:
             raise RemoteProtocolError(f"a frame of {len(data)} bytes; at most {self.MAX_BYTES} are allowed")

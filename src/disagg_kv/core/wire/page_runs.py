@@ -3,8 +3,7 @@
 Page ids are little-endian int32. A run is two of them: its first page, and its length. The length is negative where one
 page comes again and again, as the null page does before a sliding window.
 
-Tables that together have more bytes than one frame carries are sent without them. The bytes of all tables follow, one
-table after the other. A receiver knows from ``count`` and ``runs`` how many there are, before any has come.
+A receiver knows from ``count`` and ``runs`` how many bytes there must be, before it reads any.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from msgspec import structs
 
-from ...errors import ConfigurationError, RemoteProtocolError
+from ...errors import ConfigurationError, OversizeError, RemoteProtocolError
 from ...geometry import I32, I64, PageTable
 from ...ids import GroupId
-from .frames import WireTable
+from .frames import MAX_TABLE, WireTable
 
 ID = 4
 RUN = 8
@@ -55,7 +53,7 @@ def _runs_of(pages: I32) -> I32 | None:
 
 
 def size_of(table: WireTable) -> int:
-    """Bytes of its pages, whether they are there or not."""
+    """Bytes that its pages must have."""
     return RUN * table.runs if table.runs else ID * table.count
 
 
@@ -69,24 +67,13 @@ def total(tables: Iterable[WireTable]) -> int:
     return sum(map(size_of, tables))
 
 
-def whole(tables: Iterable[WireTable]) -> bool:
-    """Whether the pages of all tables are there."""
-    return all(table.pages or not table.count for table in tables)
-
-
-def without_pages(tables: Iterable[WireTable]) -> tuple[WireTable, ...]:
-    """The same, to be followed by their pages."""
-    return tuple(structs.replace(table, pages=b"") for table in tables)
-
-
-def with_pages(tables: Iterable[WireTable], data: bytes) -> tuple[WireTable, ...]:
-    """The same with their pages, which are ``data`` one after another."""
-    out, at = [], 0
-    for table in tables:
-        end = at + size_of(table)
-        out.append(structs.replace(table, pages=data[at:end]))
-        at = end
-    return tuple(out)
+def excess(tables: Sequence[WireTable], most: int) -> OversizeError | None:
+    """Why a request cannot expose these pages: more than ``most`` page ids, or more bytes than one frame carries."""
+    if (count := named(tables)) > most:
+        return OversizeError("page ids of one request (request_pages)", count, most)
+    if (nbytes := total(tables)) > MAX_TABLE:
+        return OversizeError("bytes of page tables in one frame", nbytes, MAX_TABLE)
+    return None
 
 
 def check_tables(tables: Sequence[WireTable], most: int) -> None:
@@ -95,23 +82,20 @@ def check_tables(tables: Sequence[WireTable], most: int) -> None:
         raise RemoteProtocolError(f"{count} page ids of one request; at most {most} are allowed (request_pages)")
     if len({table.group for table in tables}) < len(tables):
         raise RemoteProtocolError(f"page tables of groups {[t.group for t in tables]}: one is given twice")
-    in_parts = not whole(tables)
     for table in tables:
         if table.runs and RUN * table.runs >= ID * table.count:
             raise _wrong(table, f"{table.runs} runs of {table.count} pages are no shorter than page ids")
-        if len(table.pages) != (size := 0 if in_parts else size_of(table)):
+        if len(table.pages) != (size := size_of(table)):
             raise _wrong(table, f"{len(table.pages)} bytes of {size}")
 
 
 def tables_from_wire(wire: Sequence[WireTable], most: int) -> Mapping[GroupId, PageTable]:
-    """Whole tables by group, of at most ``most`` page ids; they are checked against the groups when rows are known.
+    """Tables by group, of at most ``most`` page ids; they are checked against the groups when rows are known.
 
     Raises:
         RemoteProtocolError: they cannot be.
     """
     check_tables(wire, most)
-    if not whole(wire):
-        raise RemoteProtocolError("page tables without their pages")
     tables: dict[GroupId, PageTable] = {}
     for one in wire:
         numbers: I32 = np.frombuffer(one.pages, "<i4")

@@ -7,8 +7,6 @@ from ...core.room.flow import room_head
 from ...core.wire.frames import (
     Abort,
     AbortAck,
-    AuxPart,
-    AuxTaken,
     ChunkReady,
     Complete,
     Done,
@@ -39,7 +37,5 @@ def answer_ended(loop: EventLoop, cancelled: CancelledBeforeOpen, receipts: Rece
         loop.send(Send(epoch, Abort(**head, reason="the room has failed")))
     elif isinstance(frame, StagingRequest | ChunkReady):
         receipts.send(Send(epoch, Landed(**head, segments=(frame.segment,))))
-    elif isinstance(frame, AuxPart):
-        loop.send(Send(epoch, AuxTaken(**head, upto=frame.total)))
     elif isinstance(frame, Done):
         loop.send(Send(epoch, Complete(**head)))

@@ -76,6 +76,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             memory that the transport cannot write to, or that it does not map although the path needs that, or with an
             engine that does not wait for peers.
         GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
+        OversizeError: the pool's aux rows have more than 512 KiB.
     """
 
     def __init__(

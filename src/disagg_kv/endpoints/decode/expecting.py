@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from ...core import Awaited, Cancel, Verify
-from ...core.wire.page_runs import tables_to_wire
+from ...core.wire.page_runs import excess, tables_to_wire
 from ...errors import DisaggKVError, OversizeError
 from ...memory import MemoryPool
 from ..loop.event_loop import EventLoop
@@ -57,25 +57,24 @@ class PendingExpectations:
             yield room, self._awaited(room) if error is None else Cancel(error)
 
     def _awaited(self, room: DecodeRoom) -> Awaited | Cancel:
-        wanted, most = room.wanted, self._loop.options.request_pages
+        wanted = room.wanted
         assert wanted is not None
-        named = sum(len(t.pages) for t in wanted.tables.values())
-        exposed = self._exposed and named <= most
-        if self._exposed and not exposed:
+        tables = tables_to_wire(wanted.tables.values()) if self._exposed else None
+        beyond = None if tables is None else excess(tables, self._loop.options.request_pages)
+        if beyond is not None:
+            tables = None
             self._loop.observer.count("rooms.too_many_pages")
-            self._note_pages(room, named)
-        paths = tuple(p.name for p in self._loop.me.paths if exposed or not p.exposes_pages)
-        if not paths:
-            return Cancel(OversizeError("the page ids that a request may name", named, most))
-        tables = tables_to_wire(wanted.tables.values()) if exposed else None
+            self._note_pages(room, beyond)
+        paths = tuple(p.name for p in self._loop.me.paths if tables is not None or not p.exposes_pages)
+        if beyond is not None and not paths:
+            return Cancel(beyond)
         aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
         rows = (wanted.start, wanted.stop, wanted.most)
         return Awaited(*rows, paths, tables, self._verify, aux_bytes, wanted.least)
 
-    def _note_pages(self, room: DecodeRoom, named: int) -> None:
-        """Note in the report, and once in the log, that a room has more pages than a request may name."""
-        most = self._loop.options.request_pages
-        pages = f"{named} pages are more than the {most} that a request may name (request_pages)"
+    def _note_pages(self, room: DecodeRoom, beyond: OversizeError) -> None:
+        """Note in the report, and once in the log, that a room has more pages than a request may expose."""
+        pages = f"{beyond.asked} {beyond.what}, at most {beyond.capacity}"
         room.handle.report.reason = f"staged: {pages}"
         if not self._noted_pages:
             self._noted_pages = True

@@ -9,8 +9,8 @@ from weakref import ref
 from ... import arguments
 from ...channels import Channel
 from ...channels.reach import leaves_host, reached_at
-from ...core import Options
-from ...errors import ConfigurationError
+from ...core import MAX_AUX, Options
+from ...errors import ConfigurationError, OversizeError
 from ...geometry import Shard, Site
 from ...ids import Rank, RegionId, Role
 from ...kernels import Kernels
@@ -32,6 +32,7 @@ def check_pool(pool: MemoryPool) -> None:
     Raises:
         ConfigurationError: no pool, a pool that is compared by value, or one whose site or buffers change.
         GeometryError: its memory does not match its site.
+        OversizeError: its aux rows are longer than aux data may be.
     """
     arguments.methods(pool, "pool", "a pool", "read_aux", "write_aux")
     arguments.attributes(pool, "pool", "a pool", "site", "buffers", "aux_bytes")
@@ -40,8 +41,14 @@ def check_pool(pool: MemoryPool) -> None:
     buffers = arguments.several(pool.buffers, "pool: buffers", Buffer)
     if pool.site != site or tuple(pool.buffers) != buffers:
         raise ConfigurationError("pool: site and buffers must stay the same, and differ between two looks at them")
-    arguments.count(pool.aux_bytes, "pool: aux_bytes")
+    check_aux(arguments.count(pool.aux_bytes, "pool: aux_bytes"))
     check_memory(site, buffers)
+
+
+def check_aux(nbytes: int) -> None:
+    """Raise an :class:`~disagg_kv.errors.OversizeError` for aux data of more bytes than one frame carries."""
+    if nbytes > MAX_AUX:
+        raise OversizeError("the aux data of a room", nbytes, MAX_AUX)
 
 
 def _check_identity(pool: MemoryPool) -> None:

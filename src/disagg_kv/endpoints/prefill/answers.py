@@ -1,10 +1,10 @@
-"""Answers to decode ranks whose rooms wait for the engine, or for the rest of their page tables."""
+"""Answers to decode ranks whose rooms wait for the engine, or cannot be."""
 
 from __future__ import annotations
 
 from ...core import RoomFrame, RoomKey, RoomOutcome, Send
 from ...core.room.flow import room_head
-from ...core.wire.frames import Abort, Expect, Expected, Head, TablePart, TablesTaken, words
+from ...core.wire.frames import Abort, Expect, Expected, Head, words
 from ...errors import RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ..loop.event_loop import EventLoop
@@ -18,35 +18,14 @@ class EarlyAnswers:
         self._loop = loop
         self._early = early
 
-    def park(self, expect: Expect, *, opened: bool) -> None:
-        """Keep an expectation, if there is space for it, until its room is ``opened`` and its page tables are whole."""
-        loop, name, epoch = self._loop, RoomId(expect.room), Epoch(expect.src)
-        if not self._early.add(expect, loop.now + loop.options.silence_s, alone=len(loop.remotes) == 1, opened=opened):
+    def park(self, expect: Expect) -> None:
+        """Keep an expectation, if there is space for it, until its room is open."""
+        loop, epoch = self._loop, Epoch(expect.src)
+        if not self._early.add(expect, loop.now + loop.options.silence_s, alone=len(loop.remotes) == 1):
             loop.observer.count("frames.not_parked")
             return
-        at, head = self._early.lacks(name, epoch), self._head(expect)
-        waits = Expected(**head, parked=True) if at is None else TablesTaken(**head, upto=at, again=True)
-        loop.send(Send(epoch, waits))
+        loop.send(Send(epoch, Expected(**self._head(expect), parked=True)))
         loop.siblings.point_on(epoch)
-
-    def take_part(self, part: TablePart) -> bool:
-        """Keep a part of page tables; True: with it, what its sender awaits is whole.
-
-        Raises:
-            RemoteProtocolError: the part cannot be.
-        """
-        name, epoch = RoomId(part.room), Epoch(part.src)
-        lacked = self._early.lacks(name, epoch) is not None
-        put = self._early.put(part)
-        if put is None:
-            self._loop.observer.count("frames.unknown_room")
-            return False
-        self._loop.send(Send(epoch, TablesTaken(**self._head(part), upto=put[0], again=put[1])))
-        return lacked and self._early.lacks(name, epoch) is None
-
-    def waits(self, frame: RoomFrame) -> None:
-        """Its room is not open yet."""
-        self._loop.send(Send(Epoch(frame.src), Expected(**self._head(frame), parked=True)))
 
     def refuse(self, frame: RoomFrame, reason: object, tag: bytes = b"") -> None:
         """The sender's room ends; ``tag``: of the room that another has here."""

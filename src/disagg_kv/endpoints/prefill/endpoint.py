@@ -69,6 +69,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         ConfigurationError: an argument of another type or out of range; or an explicit path that maps pages, with a
             transport that does not map memory.
         GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
+        OversizeError: the pool's aux rows have more than 512 KiB.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ from ...planning import Batch
 from ..cached_prefix import after
 from ..handle import HostEvent, RoomHandle, check_states, check_tables, joined
 from ..loop.admission import Admission
+from ..loop.construction import check_aux
 
 Act = Callable[[SendRoom, float], list[Effect]]
 
@@ -188,14 +189,14 @@ class DeliveryHandle(RoomHandle):
                 + ("which is the second" if self._finished else f"but chunks end at {self._stop}")
             )
         if aux is not None:
-            self._pool.read_aux(aux)
+            self._read_aux(aux)
         life = self._withdrawals
 
         def act(machine: SendRoom, now: float) -> list[Effect]:
             if states and life != self._withdrawals:
                 return []  # the slots were taken away while the event was awaited; another call gives others
             try:
-                data = None if aux is None else self._pool.read_aux(aux)
+                data = None if aux is None else self._read_aux(aux)
             except Exception as exc:
                 # A pool may be another project's code: its errors fail this room alone.
                 return machine.cancel(ours(exc, f"{room_name(self.room)}: aux data could not be read"), now)
@@ -204,6 +205,12 @@ class DeliveryHandle(RoomHandle):
         with self._commands.admission.enter(room_name(self.room)):
             self._finished = self._ended = True
             self._commands.change(self._key, act, ready)
+
+    def _read_aux(self, slot: int) -> bytes:
+        """An aux row; a pool may be another project's code, and give more than it said."""
+        data = self._pool.read_aux(slot)
+        check_aux(len(data))
+        return data
 
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""

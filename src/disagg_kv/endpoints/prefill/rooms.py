@@ -10,8 +10,8 @@ from ...core.base import tags_differ
 from ...core.room.flow import room_head
 from ...core.room.machine import ours
 from ...core.verdict.agreement import USED_TWICE
-from ...core.wire.frames import Abort, Drained, Expect, Expected, TablePart
-from ...core.wire.page_runs import check_tables, whole
+from ...core.wire.frames import Abort, Drained, Expect, Expected
+from ...core.wire.page_runs import check_tables
 from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
@@ -77,9 +77,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
         room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
-        if isinstance(frame, TablePart):
-            self._on_table_part(frame)
-        elif room is not None:
+        if room is not None:
             try:
                 self._apply(room, room.machine.handle(epoch, frame, self._loop.now))
             except RemoteProtocolError as exc:
@@ -119,29 +117,10 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
         except RemoteProtocolError as exc:
             self._refuse(frame, exc)
             return
-        opened = room is not None and not room.machine.released
-        if room is not None and opened and whole(frame.tables or ()):
+        if room is not None and not room.machine.released:
             self._begin(room, frame)
         else:
-            self._answers.park(frame, opened=opened)
-
-    def _on_table_part(self, frame: TablePart) -> None:
-        """A part of page tables: with the last one a decode rank's expectation is whole."""
-        name, epoch = RoomId(frame.room), Epoch(frame.src)
-        try:
-            if not self._answers.take_part(frame):
-                return
-        except RemoteProtocolError as exc:
-            expect = self._early.pop(name, epoch)
-            assert expect is not None
-            self._refuse(expect, exc)
-            return
-        room = self._newest.get(name)
-        if room is None or room.machine.released:
-            self._answers.waits(frame)
-            return
-        for expect in self._early.take(name):
-            self._on_expect(expect, parked=True)
+            self._answers.park(frame)
 
     def _refuse(self, frame: Expect, error: RemoteProtocolError) -> None:
         """A decode rank awaits what cannot be: its room ends, and ours, if it may have that."""
