@@ -316,13 +316,13 @@ def _abort_prefill(bench: Bench) -> Ready:
 
 
 EXPECT = {
-    "stop": "count or none", "pages": "tables", "held": "mapping or none", "kept": "things", "state": "tables",
+    "stop": "count or none", "pages": "tables", "held": "mapping or none", "state": "tables",
     "aux": "count or none", "least": "count", "ready": "event",
 }  # fmt: skip
 
 
 def _rows(place: PageTable) -> dict[str, object]:
-    return {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0, "least": 0, "ready": None}
+    return {"stop": ROWS, "pages": [place], "held": None, "state": (), "aux": 0, "least": 0, "ready": None}
 
 
 def _expect(handle: endpoints.Reception, bench: Bench, place: PageTable) -> Ready:
@@ -452,7 +452,6 @@ def _locked(name: str, **good: object) -> Callable[[Bench], Ready]:
 
 
 covers("HashPrefixIndex.shorten", lock="thing", rows="count")(_locked("shorten", rows=0))
-covers("HashPrefixIndex.forget", lock="thing", rows="count")(_locked("forget", rows=0))
 covers("HashPrefixIndex.unlock", lock="thing")(_locked("unlock"))
 covers("HashPrefixIndex.insert", lock="thing", tokens="tokens", pages="ids")(
     _locked("insert", tokens=[1, 2, 3, 4], pages=[3])

@@ -63,7 +63,7 @@ def test_prefill_gives_no_pages_of_rows_that_decode_holds(path: str) -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "mapped_pull"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_what_is_held_is_not_compared(path: str) -> None:
     """Its bytes are not those that prefill computes; all that is sent is compared."""
     rig = world(path)
