@@ -38,7 +38,7 @@ def table(together: int) -> PageTable:
 def encoded(known: PageTable, codec: Codec) -> bytes:
     """The frame of one request."""
     tables = p.tables_to_wire([known])
-    return codec.encode(Expect(**HEAD, start=0, stop=PAGES, paths=("mapped",), tables=tables, tag=b""))
+    return codec.encode(Expect(**HEAD, start=0, stop=PAGES, path="mapped", tables=tables, tag=b""))
 
 
 def decoded(frame: bytes, codec: Codec) -> PageTable:

@@ -23,6 +23,7 @@ from disagg_kv.core.wire import frames as f
 from disagg_kv.core.wire.page_runs import tables_from_wire
 from disagg_kv.core.wire.runs import numbers_from_runs
 from disagg_kv.core.wire.specs import shards_from_wire, site_from_wire, spec_from_wire
+from disagg_kv.endpoints.peers.handshake import page_rows
 from disagg_kv.errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Rank, RoomId
 from disagg_kv.planning import EVERY, Limits, Writes
@@ -141,7 +142,7 @@ def plan(data: bytes) -> None:
     # What fits nowhere, and pages that do not fit, are errors of ours that end the room.
     with suppress(DisaggKVError):
         for layers in intake.ranges(Rank(0)):
-            for segment in intake.cut(0, stop, layers, Limits(4096, hello.lease_bytes, remote.page_rows())):
+            for segment in intake.cut(0, stop, layers, Limits(4096, hello.lease_bytes, page_rows(remote.site))):
                 for path in paths().values():
                     _post(path, Job(pair, segment, me.tables, tables), hello)
 

@@ -30,9 +30,6 @@ MODES = (
 UNLIKE = 0.4
 """Share of such worlds in which half of an endpoint's peers have a lane that maps nothing."""
 
-SLOW, SLOW_BYTES_PER_S = 0.2, 1e5
-"""Share of the worlds whose transport states so low a rate that rates are measured, although rooms are small."""
-
 
 @define(eq=False)
 class Op:
@@ -96,11 +93,8 @@ class SimTransport:
         self.node = node
         self.me = Peer(b"sim" + node.epoch)
         dma.transports[self.me] = self
-        # A GPU's transports wait for events, and are fast.
-        fast = 3.8e11 if world.scenario.waits_events else 4e9
         self.caps = Capabilities(
             waits_events=world.scenario.waits_events,
-            bytes_per_s=SLOW_BYTES_PER_S if dma.slow else fast,
             late_writes=True,
             detects_peer_death=world.scenario.detects_death,
             drain_s=world.scenario.drain_s,
@@ -167,8 +161,7 @@ class SimTransport:
             raise TransportError(f"sim: no peer {peer.hex()}")
         if not self._is_far(peer):
             return Lane(self.name, self.caps, "the first lane")
-        bytes_per_s = SLOW_BYTES_PER_S / 2 if self.dma.slow else 1e9
-        caps = evolve(self.caps, waits_events=not self.caps.waits_events, bytes_per_s=bytes_per_s)
+        caps = evolve(self.caps, waits_events=not self.caps.waits_events)
         return Lane("far", caps, "not sim: it is far")
 
     def _is_far(self, peer: Peer) -> bool:
@@ -311,7 +304,6 @@ class Dma:
         # Peers of one endpoint have different lanes, where no prefill rank insists on a path that only one of them has.
         insists = any(path.startswith("mapped") for path in world.scenario.prefill_paths)
         self.unlike = not insists and random.Random(f"lanes {world.scenario.seed}").random() < UNLIKE
-        self.slow = random.Random(f"rates {world.scenario.seed}").random() < SLOW
         self._odd = any(mode in world.scenario.faults for mode in MODES)
 
     # Beginning.

@@ -65,7 +65,7 @@ STEADY = ("expect_again", "answer_abort", "their_late_abort")
 
 
 SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
-    Expect: {"start": 0, "stop": None, "paths": (), "tables": None, "tag": b""},
+    Expect: {"start": 0, "stop": None, "path": "slice", "tables": None, "tag": b""},
     Expected: {"parked": False},
     StagingRequest: {"segment": BOX, "ask": 0, "ready": True},
     ChunkReady: {"segment": BOX, "lease": 0},

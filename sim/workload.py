@@ -8,6 +8,7 @@ from functools import partial
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.decode.path_choice import UNSAID
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import DisaggKVError, LocalProtocolError, QuarantineFullError, SupersededError
 from disagg_kv.strategies import LayerPipelined
@@ -336,6 +337,13 @@ class Room(SimRoom):
         self.world.hit(FaultClass.ABORT)
         entry.handle.abort("the user went away")
 
+    def _note_choice(self, reason: str) -> None:
+        """Coverage: ``auto`` takes a mapping as soon as prefill has said that there is one."""
+        if reason == "auto takes mapped":
+            self.world.mark("mapped:auto copies")
+        elif UNSAID in reason:
+            self.world.mark("mapped:auto stages first")
+
     def changed(self, entry: Entry) -> None:
         """The endpoint reports a change of a room."""
         handle, world = entry.handle, self.world
@@ -352,8 +360,8 @@ class Room(SimRoom):
             self._count_kinds(entry)
             if handle.report.bells:
                 self._count_bells(entry)
-            if isinstance(handle, DeliveryHandle) and "as measured" in handle.report.reason:
-                world.mark("measured:a path is chosen")
+            if isinstance(handle, ReceptionHandle) and phase is Phase.DONE:
+                self._note_choice(handle.report.reason)
             if self.plan.burst and phase is Phase.DONE:
                 world.saw(Kind.CHUNKS)
             if self.plan.room.startswith(b"crowd") and not world.rooms[0].over:

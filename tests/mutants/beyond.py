@@ -20,10 +20,10 @@ from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_edges as edges
 from tests.unit.endpoints import test_final_bells as finals
-from tests.unit.endpoints import test_uncut as uncut
+from tests.unit.endpoints import test_path_choice as choice
 from tests.unit.endpoints import test_waits_for_peers as waits
 
-from .bugs import BALLOTS, BELLS, COPIES, DECODE, MOVER, RECEIVE, TABLES, UNCUT
+from .bugs import BALLOTS, BELLS, CHOICE, COPIES, MOVER, RECEIVE, TABLES
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
@@ -107,8 +107,6 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("pages are exposed of an engine that waits for no peer",
             "endpoints.decode.endpoint:_usable", "(able and waits)", "able"),
      waits.test_auto_exposes_no_pages_of_an_engine_that_waits_for_no_peer),
-    (Mutant("bells end a room that has leases", RECEIVE + "listens", " and not self.paths", ""),
-     receiving.test_bells_end_no_room_that_has_leases),
     (Mutant("a notice that contradicts bells fails a room that they have ended",
             RECEIVE + "_on_concluded", "self.inbound.conclude(",
             "if any(self.inbound):\n        return\n    self.inbound.conclude("),
@@ -124,15 +122,14 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("the final record of one writer is enough",
             BELLS + "BellWatch._hear_final", "self._unended.remove(line)", "self._unended.clear()"),
      finals.test_all_writers_have_to_say_how_the_room_ends),
-    (Mutant("a room is uncut although the one before it has failed",
-            UNCUT + "failed", "self._cut_until[epoch] = now + CUT_S", "pass"),
-     uncut.test_rooms_are_cut_for_a_while_after_an_uncut_one_has_failed),
-    (Mutant("what decode knew when its engine opened a room counts",
-            DECODE + "_ask", "uncut=self._is_uncut(room)", "uncut=room.uncut"),
-     partial(uncut.test_rooms_are_uncut_after_one_that_was_mapped, uncut.SPEC)),
-    (Mutant("an uncut room is staged",
-            "endpoints.prefill.path_choice:_choice", "if request.uncut and", "if False and"),
-     uncut.test_a_rank_that_would_stage_does_so_one_room_later),
+    (Mutant("pages are exposed although a rank has not said that it mapped them",
+            CHOICE + "_refusal", "self._unmapped.get(remote.epoch, UNSAID)", "self._unmapped.get(remote.epoch)"),
+     partial(choice.test_auto_copies_into_mapped_pages_once_prefill_has_said_that_it_mapped_them, choice.SPEC)),
+    (Mutant("what a lost rank has said is kept", CHOICE + "forget", "self._unmapped.pop(epoch, None)", "pass"),
+     choice.test_what_a_lost_rank_has_said_is_forgotten),
+    (Mutant("a rank that sends nothing has a say",
+            CHOICE + "choose", "if intake.parts[rank]", "if True"),
+     partial(choice.test_a_rank_that_sends_nothing_here_has_no_say, choice.SPEC)),
     (Mutant("a follower does not look for the decision of a rank 0 that it loses",
             BELLS + "BellWatch.hold", "self.taken == 1 and ballot.heard()", "False"),
      ballots.test_a_follower_that_loses_rank_0_looks_for_its_decision_first),

@@ -14,7 +14,7 @@ WRITES = "endpoints.prefill.writes:PostedWrites."
 COPIES = "endpoints.prefill.copies:PageCopies."
 PREFILL = "endpoints.prefill.room_table:PrefillRooms."
 DECODE = "endpoints.decode.rooms:DecodeSide."
-UNCUT = "endpoints.decode.uncut:UncutRooms."
+CHOICE = "endpoints.decode.path_choice:PathChooser."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
 BELLS = "endpoints.decode.bells:"
 BALLOTS = "endpoints.decode.ballots:"
@@ -363,7 +363,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a time that is no number is a time",
            "arguments:seconds", "if not (number >= 0 if zero else number > 0) or number > MOST_SECONDS:",
            "if number < 0:"),
-    Mutant("a room is uncut although kernels of a rank keep a thread",
-           UNCUT + "allows", "one.hello.queues for one in writers", "True for one in writers"),
+    Mutant("slots cut no room although kernels of a rank keep a thread",
+           CHOICE + "choose", "remote.hello.queues for remote, _ in writers", "True for remote, _ in writers"),
 )  # fmt: skip
 """Each changes one line of the library, and is found by the simulator."""

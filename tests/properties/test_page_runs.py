@@ -34,7 +34,7 @@ def table(name: str, made: list[list[int]]) -> PageTable:
 
 
 def expect(tables: tuple[WireTable, ...]) -> Expect:
-    return Expect(**HEAD, start=0, stop=None, paths=(), tables=tables, tag=b"")
+    return Expect(**HEAD, start=0, stop=None, path="slice", tables=tables, tag=b"")
 
 
 @given(st.lists(pieces, max_size=3))

@@ -1,125 +1,99 @@
-"""``auto`` takes the path with the least estimate of those that can, whatever was measured."""
+"""The path that decode chooses is the first of the order of ``auto`` that every rank which sends rows can take."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from disagg_kv.endpoints.prefill.path_choice import NOMINAL_ROWS, PathChooser, PathRequest, choose_path, fitted
+from disagg_kv.endpoints.decode.path_choice import PathChooser
+from disagg_kv.endpoints.peers.handshake import EndpointInfo, RemoteEndpoint
 from disagg_kv.errors import ConfigurationError
-from disagg_kv.geometry import CacheSpec, shard
-from disagg_kv.ids import Epoch, Rank
-from disagg_kv.planning import CostModel, Intake, Limits, MeasuredRates, PairPlan, RowRange
-from disagg_kv.planning.cost import rounded
-from disagg_kv.strategies import Job, auto_paths, maps_pages
-from disagg_kv.strategies.explain import estimated
-from tests.support.worlds import build_site
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.planning import InstancePlans, RowRange
+from disagg_kv.strategies import AUTO_ORDER, paths
+from tests.support.rig import Rig, tp_shards
 
-SPEC = CacheSpec.kv(2, 2, 8, "float16")
-PATHS = auto_paths()
-NAMES = [path.name for path in PATHS]
-KNOWN = [(path.name, path.version) for path in PATHS]
+SPEC = CacheSpec.kv(2, 4, 64, "float16")
+BUILT_IN = ("direct", "slice", "staged", "mapped")
+ROWS = RowRange(0, 9)
 
-rates = st.none() | st.floats(1.0, 1e18)
-costs = st.builds(
-    CostModel,
-    write_s=st.floats(1e-7, 1e-3),
-    bytes_per_s=st.floats(1e3, 1e12),
-    copy_bytes_per_s=st.floats(1e3, 1e12),
-    measured=st.builds(MeasuredRates, rates, rates),
+
+@frozen
+class Rank:
+    """A prefill rank: the paths that it knows, whether its slots hold a row, and what it has said of its mapping."""
+
+    names: tuple[str, ...]
+    holds: bool
+    said: str | None
+
+
+names = st.sets(st.sampled_from(BUILT_IN), min_size=1).map(lambda some: tuple(sorted(some)))
+instances = st.sampled_from([1, 2, 4]).flatmap(
+    lambda size: st.lists(
+        st.builds(Rank, names, st.booleans(), st.sampled_from([None, "", "no handle is left"])),
+        min_size=size,
+        max_size=size,
+    )
 )
 
 
-@st.composite
-def requests(draw: st.DrawFn) -> PathRequest:
-    """What one prefill rank of one sends to one decode rank, of equal or of other pages."""
-    pages = draw(st.sampled_from([4, 8]))
-    sites = [build_site(SPEC, shard(SPEC), rows, 64, "NHD") for rows in (4, pages)]
-    rows = RowRange(0, draw(st.integers(1, 200)))
-    intake = Intake.build(SPEC, (shard(SPEC),), shard(SPEC), 0).for_rows(rows)
-    return PathRequest(
-        PairPlan(sites[0], sites[1], intake.parts[0], rows),
-        intake,
-        Rank(0),
-        Limits(draw(st.sampled_from([16, 4096])), 1 << 20, pages),
-        tuple(sorted(draw(st.sets(st.sampled_from(NAMES), min_size=1)))),
-        draw(st.booleans()),
-        draw(st.sampled_from([0, 16, 256])),
-        draw(st.sampled_from([None, "nothing is mapped"])),
-    )
+@cache
+def sides(size: int) -> tuple[list[RemoteEndpoint], EndpointInfo]:
+    """So many real prefill ranks, as they introduce themselves, and a decode rank."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, size))
+    (decode,) = rig.decode(tp_shards(SPEC, 1))
+    return [RemoteEndpoint.of(one.endpoint._loop.me.hello()(b"")) for one in prefills], decode.endpoint._loop.me
 
 
-def able(request: PathRequest) -> list[str]:
-    """The paths that can, by the rules alone: each row of this cache takes 32 bytes of a layer."""
-    found = []
-    for path in PATHS:
-        can = path.name in request.allowed and (request.exposed or not path.exposes_pages)
-        can &= request.unmapped is None or not maps_pages(path)
-        can &= path.exposes_pages or request.limits.slot_bytes > 16
-        if can and path.refuse(request.pair) is None:
-            found.append(path.name)
-    return found
+def can(name: str, ranks: list[Rank], asked: bool) -> bool:
+    """Whether all ranks can take a path, by the rules alone."""
+    if name == "mapped":
+        return asked or all(rank.said == "" for rank in ranks)
+    if name == "staged":
+        return all(rank.holds for rank in ranks)
+    return name == "slice" or len(ranks) == 1  # only one rank has pages like decode's
 
 
-@given(requests(), costs)
-def test_the_choice_is_the_cheapest_path_that_can(request: PathRequest, model: CostModel) -> None:
-    """No measured rate makes a path that is refused the choice, and equal arguments give equal choices."""
-    names = able(request)
-    try:
-        path, reason = choose_path("auto", PATHS, request, model)
-    except ConfigurationError:
-        assert not names
+@given(instances, names, st.none() | st.just("too many pages"))
+def test_the_choice_is_the_first_path_that_all_can_take(
+    ranks: list[Rank], ours: tuple[str, ...], unexposed: str | None
+) -> None:
+    """No other; equal questions have equal answers, and where there is none, the reason of each path is given."""
+    known = paths()
+    found, me = sides(len(ranks))
+    remotes = [
+        evolve(
+            one,
+            hello=structs.replace(
+                one.hello,
+                paths=tuple((name, known[name].version) for name in rank.names),
+                slot_bytes=1 << 20 if rank.holds else 16,
+            ),
+        )
+        for one, rank in zip(found, ranks, strict=True)
+    ]
+    chooser = PathChooser(evolve(me, paths=tuple(known[name] for name in ours)))
+    for one, rank in zip(remotes, ranks, strict=True):
+        if rank.said is not None:
+            chooser.said(one.epoch, rank.said)
+    common = set(ours).intersection(*(rank.names for rank in ranks))
+    order = [name for name in AUTO_ORDER if name in common] if len(common) != 1 else list(common)
+    exposable = [name for name in order if unexposed is None or not known[name].exposes_pages]
+    able = [name for name in exposable if can(name, ranks, len(common) == 1)]
+    asked = remotes, InstancePlans.of(remotes[0].shards_as(SPEC), me.site), 0, ROWS, unexposed
+    if not able:
+        with pytest.raises(ConfigurationError) as caught:
+            chooser.choose(*asked)
+        assert all(f"{name} cannot: " in str(caught.value) for name in order)
         return
-    assert path.name in names
-    segments = request.intake.segments(
-        Rank(0), 0, request.rows or NOMINAL_ROWS, fitted(request.intake, Rank(0), request.limits)
-    )
-    nbytes = sum(request.intake.part_bytes(segment, Rank(0)) for segment in segments)
-    seconds = {}
-    for one in PATHS:
-        if one.name in names:
-            count = sum(one.count(Job(request.pair, segment)) for segment in segments)
-            seconds[one.name] = estimated(one, model, count, nbytes, len(segments)).seconds
-    assert seconds[path.name] == min(seconds.values())
-    assert choose_path("auto", PATHS, request, model) == (path, reason)
-    used = model.measured.copies if maps_pages(path) else model.measured.writes
-    assert ("as measured" in reason.split("; ")[0]) is (used is not None)
-
-
-@given(requests(), costs, st.lists(st.floats(1e8, 4e8), min_size=1, max_size=60))
-def test_choices_by_rates_that_vary_are_few(request: PathRequest, model: CostModel, seen: list[float]) -> None:
-    """A chooser remembers one answer for each step of a rate: nine in a factor of four."""
-    chooser, compared = PathChooser("auto", PATHS), []
-    if not able(request):
-        return
-    for rate in seen:
-        costs = evolve(model, measured=MeasuredRates(rounded(rate), None))
-        compared.append(chooser.choose(Epoch(b"epoch"), 0, KNOWN, request, costs))
-    assert len({choice.reason for choice in compared}) <= 9
-
-
-@given(requests(), costs)
-def test_an_uncut_room_stages_nothing_and_says_what_would_be_chosen(request: PathRequest, model: CostModel) -> None:
-    """Where only staging is left, it has no path."""
-    names = able(request)
-    chooser = PathChooser("auto", PATHS)
-    if not set(names) - {"staged"}:
-        with pytest.raises(ConfigurationError):
-            chooser.choose(Epoch(b"epoch"), 0, KNOWN, evolve(request, uncut=True), model)
-        return
-    bound = chooser.choose(Epoch(b"epoch"), 0, KNOWN, evolve(request, uncut=True), model)
-    free = chooser.choose(Epoch(b"epoch"), 0, KNOWN, request, model)
-    assert bound.path.name in names
-    assert bound.path.name != "staged"
-    assert (bound.path, bound.reason) == (free.path, free.reason) or free.path.name == "staged"
-    stages_nothing = "mapped" in names and free.path.name != "staged" if request.pair.parts else None
-    assert bound.unstaged is free.unstaged is stages_nothing
-
-
-@given(st.floats(1e-3, 1e18))
-def test_a_rounded_rate_is_near(rate: float) -> None:
-    """Within half a step: nine percent."""
-    assert abs(rounded(rate) / rate - 1) < 0.0906
-    assert rounded(rounded(rate)) == rounded(rate)
+    choice = chooser.choose(*asked)
+    assert choice.path.name == able[0]
+    assert [name for name in order if f"{name} cannot: " in choice.reason] == order[: order.index(able[0])]
+    again = chooser.choose(*asked)
+    assert (again.path, again.reason, again.unsegmented) == (choice.path, choice.reason, choice.unsegmented)

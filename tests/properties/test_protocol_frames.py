@@ -112,7 +112,7 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
         f.Expect,
         start=numbers,
         stop=st.none() | numbers,
-        paths=st.lists(names, max_size=2).map(tuple),
+        path=names,
         tables=st.none() | st.lists(tables, max_size=2).map(tuple),
         tag=st.binary(max_size=32),
         verify=st.sampled_from(["off", "sampled", "full"]),

@@ -247,7 +247,7 @@ class World:
             stop = None if s.open_end else s.rows
             node.handle(
                 attempt.keys["decode", node.rank],
-                Awaited(s.held, stop, s.rows, ("direct", "staged"), tables, aux_bytes=5),
+                Awaited(s.held, stop, s.rows, "direct" if s.exposed else "staged", tables, aux_bytes=5),
             )
 
         def introduces() -> None:

@@ -51,8 +51,8 @@ def head(rank: int) -> Head:
     return Head(src=P[rank], dst=ME, room=b"r", generation=1)
 
 
-def request(rank: int, s: Segment = A, *, ready: bool = True, path: str = "staged", ask: int = 0) -> StagingRequest:
-    return StagingRequest(**head(rank), segment=segment_to_wire(s), ask=ask, ready=ready, path=path)
+def request(rank: int, s: Segment = A, *, ready: bool = True, ask: int = 0) -> StagingRequest:
+    return StagingRequest(**head(rank), segment=segment_to_wire(s), ask=ask, ready=ready)
 
 
 def back(rank: int, ask: int = 0, s: Segment = A) -> Return:
@@ -95,7 +95,7 @@ class Room:
     ) -> None:
         self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, b"tag")
         tables = TABLES if exposed else None
-        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), tables, aux_bytes=aux_bytes, least=least)
+        self.awaited = Awaited(0, stop, 12, "direct" if exposed else "staged", tables, aux_bytes=aux_bytes, least=least)
         self.introduced = Introduced((P[0], P[1]), INTAKE)
         if begun:
             self.say(self.awaited, self.introduced)

@@ -77,7 +77,7 @@ def test_a_name_that_is_not_in_its_file_would_be_noticed() -> None:
     assert "Slot.reusable" in names("endpoints/prefill/slots.py")
     assert "Capabilities.devices" in names("transports/base.py")
     assert "Slot.free" not in names("endpoints/prefill/slots.py")
-    assert "choose_path" not in names("endpoints/prefill/routes.py")
+    assert "PathChooser" not in names("endpoints/prefill/routes.py")
 
 
 def test_the_walk_has_few_steps_in_order_and_each_names_where_it_happens() -> None:

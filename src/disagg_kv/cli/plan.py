@@ -11,12 +11,11 @@ from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, conversions, shard, stages
-from ..planning import Batch, CostModel, Groups, LayerRun, MeasuredRates, Pace
-from ..planning.cost import rounded
+from ..planning import Batch, CostModel, Groups, LayerRun, Pace
 from ..strategies import Explanation, LayerPipelined, PairCount, explain
 from .options import DecodePageSize, Layers, PageSize, number
 from .output import Json, JsonFlag, emit
-from .plan_lanes import PairChoice, PlannedLane, chosen, hosts_of, planned
+from .plan_lanes import PairChoice, chosen, hosts_of, planned
 
 MIB = 1 << 20
 SHOWN_PAIRS = 16
@@ -58,13 +57,6 @@ def plan(
     ] = None,
     prefill_hosts: Annotated[str, typer.Option(help="Hosts of the prefill ranks, joined by commas.")] = "a",
     decode_hosts: Annotated[str, typer.Option(help="Hosts of the decode ranks; one name: all are there.")] = "a",
-    writes_gb_s: Annotated[
-        float | None,
-        number(1e-3, 1e6, text="Measured GB/s of the transport's writes; default: as the transport states."),
-    ] = None,
-    copies_gb_s: Annotated[
-        float | None, number(1e-3, 1e6, text="The same of copies into mapped pages, and out of them.")
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what each path would post for one request, and which path ``auto`` selects."""
@@ -72,7 +64,6 @@ def plan(
     into = _decoded(spec, dtype, decode_dtype, decode_scales)
     prefills, decodes = ranks(spec, prefill_tp, prefill_pp), ranks(into, decode_tp, decode_pp)
     lanes = None if transport is None else planned(transport)
-    measured = _measured(writes_gb_s, copies_gb_s, lanes or ())
     hosts = hosts_of(prefill_hosts, len(prefills), "prefill"), hosts_of(decode_hosts, len(decodes), "decode")
     converted = ", ".join(sorted(conversions(spec, into))) or None
     found = explain(
@@ -84,12 +75,11 @@ def plan(
         order=(order, decode_order or order),
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
-        cost=CostModel(measured=measured),
         maps=maps,
         decode_spec=into,
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
-    choices = None if lanes is None else chosen(found, lanes, hosts, maps, measured)
+    choices = None if lanes is None else chosen(found, lanes, hosts, maps)
     emit(
         {**document(found, groups, choices), "conversion": converted},
         _paths(found),
@@ -99,16 +89,6 @@ def plan(
         Text(f"layer_pipelined: {groups.count} groups of {groups.size} layers: {groups.reason}"),
         as_json=as_json,
     )
-
-
-def _measured(writes: float | None, copies: float | None, lanes: Sequence[PlannedLane]) -> MeasuredRates:
-    """Rates in GB/s as a prefill endpoint keeps them, which measures each lane by itself."""
-    rates = MeasuredRates(*(None if rate is None else rounded(rate * 1e9) for rate in (writes, copies)))
-    if len(lanes) > 1 and rates != MeasuredRates():
-        raise ConfigurationError(
-            f"--writes-gb-s and --copies-gb-s are rates of one transport: name that one, not {len(lanes)}"
-        )
-    return rates
 
 
 def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from attrs import evolve, frozen
 
 from ..errors import ConfigurationError
-from ..planning import CostModel, MeasuredRates, choose
+from ..planning import CostModel, choose
 from ..strategies import Explanation, PairCount, maps_pages
 from ..strategies.explain import estimated
-from ..strategies.registry import auto_paths
+from ..strategies.registry import in_auto_order, paths
 from ..transports import Capabilities
 from ..transports.combining import lane_names
 from ..transports.registry import AUTO, factory_of
@@ -88,7 +88,6 @@ def chosen(
     lanes: Sequence[PlannedLane],
     hosts: tuple[Sequence[str], Sequence[str]],
     own_memory: bool,
-    measured: MeasuredRates,
 ) -> Sequence[PairChoice]:
     """What each pair of ranks gets.
 
@@ -97,7 +96,6 @@ def chosen(
         lanes: in the order in which they are tried.
         hosts: of the prefill ranks, and of the decode ranks.
         own_memory: decode's pool is memory of a transport that writes only to its own.
-        measured: rates of the lane, if there is one.
     """
     device = kind_of([lane.caps for lane in lanes])
     usable = [lane for lane in lanes if device in lane.caps.devices]
@@ -108,7 +106,7 @@ def chosen(
         if lane is None:
             out.append(PairChoice(pair, "", why, "", "no transport reaches it"))
         else:
-            out.append(PairChoice(pair, lane.name, why, *_path(pair, lane, device, exposed, measured)))
+            out.append(PairChoice(pair, lane.name, why, *_path(pair, lane, device, exposed)))
     return out
 
 
@@ -127,12 +125,11 @@ def _lane(lanes: Sequence[PlannedLane], device: str, together: bool) -> tuple[Pl
     return None, "; ".join(whys)
 
 
-def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool, measured: MeasuredRates) -> tuple[str, str]:
-    """As a prefill endpoint chooses it."""
-    nominal = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, device, lane.maps and exposed)
-    costs = evolve(nominal, measured=measured)
+def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool) -> tuple[str, str]:
+    """As ``auto`` chooses it once all prefill ranks have mapped decode's pool that can."""
+    costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, device)
     estimates, refusals = [], dict[str, str]()
-    for path in auto_paths():
+    for path in in_auto_order(paths().values()):
         if path.name in pair.refused:
             refusals[path.name] = pair.refused[path.name]
         elif path.exposes_pages and not exposed:

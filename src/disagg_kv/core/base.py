@@ -143,23 +143,23 @@ class Awaited:
         start: first row.
         stop: one past the last row; None: prefill's, if it is not above ``most``.
         most: rows for which there are pages.
-        paths: names of the paths that decode allows.
-        tables: the pages, where a path exposes them to the peer's writes; None: they are not exposed.
+        path: the name of that by which all prefill ranks send them.
+        tables: the pages, where the path exposes them to the peer's writes; None: they are not exposed.
         verify: how much is to be compared.
         aux_bytes: bytes of the aux row that is to be filled; 0: none is.
         least: where ``stop`` is None: the smallest stop that prefill may have.
-        uncut: no prefill rank may take a path through staging memory.
+        unsegmented: the size of a staging slot cuts no segment.
     """
 
     start: int
     stop: int | None
     most: int
-    paths: tuple[str, ...]
+    path: str
     tables: tuple[WireTable, ...] | None
     verify: Verify = "off"
     aux_bytes: int = 0
     least: int = 0
-    uncut: bool = False
+    unsegmented: bool = False
 
     @property
     def rows(self) -> RowRange:
@@ -177,14 +177,12 @@ class Introduced:
     """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
 
     ``bells``: by rank, the slots in which it may announce segments; empty: frames alone announce them.
-    ``uncut``: as of ``Awaited``; of the two, the one that comes last knows.
     """
 
     writers: tuple[Epoch, ...]
     intake: Intake
     pace: WirePace | None = None
     bells: tuple[WireBells, ...] = ()
-    uncut: bool = False
 
 
 @frozen

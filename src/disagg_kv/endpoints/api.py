@@ -40,8 +40,8 @@ class Report:
     """The cost of one room on this rank, live. The endpoint's thread writes it.
 
     Args:
-        path: name of the path; on prefill the last choice, on decode the path of the bytes that arrived.
-        reason: why that path was chosen.
+        path: name of the path, which decode chooses: on prefill, that to the last decode rank which has asked.
+        reason: on decode, why that path was chosen.
         lane: the transport that carries the bytes: on prefill, to the decode rank of the last choice; on decode, those
             of all prefill ranks that send rows, with ``+`` between them; "": not known yet.
         lane_reason: on prefill, why that transport.

@@ -83,7 +83,7 @@ def compare(
     layouts: Mapping[Rank, StagedLayout],
     theirs: Mapping[Rank, bytes],
     ours: Mapping[Rank, bytes],
-    paths: Mapping[Rank, str],
+    path: str,
 ) -> IntegrityError | None:
     """What arrived but is not what was sent; None: everything is.
 
@@ -95,7 +95,7 @@ def compare(
         layouts: each writer's part in our pool.
         theirs: what each writer's part sums up to in its pages, per layer.
         ours: the same in our pages.
-        paths: how each writer's bytes crossed.
+        path: how the bytes crossed.
     """
     found: list[str] = []
     for rank, said in theirs.items():
@@ -104,7 +104,7 @@ def compare(
             if sums[0] != sums[1]:
                 rows, pages = _place(site, layouts[rank], layer, tables)
                 found.append(
-                    f"layer {layer}, rows {rows} ({pages}), written by prefill rank {rank} by path {paths[rank]}: "
+                    f"layer {layer}, rows {rows} ({pages}), written by prefill rank {rank} by path {path}: "
                     f"the sum is {sums[1]}, the writer's {sums[0]}"
                 )
         assert len(said) == len(ours[rank])

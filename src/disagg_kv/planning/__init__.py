@@ -1,7 +1,7 @@
 """From boxes to segments, descriptors and staged layouts. Pure."""
 
 from .base import EVERY, UNLIMITED, Limits, PageCopy, RowRange, Segment, StagedLayout, Writes
-from .cost import Choice, CostModel, Estimate, MeasuredRates, choose
+from .cost import Choice, CostModel, Estimate, choose
 from .descriptors import Tables, coalesce, direct_count, direct_writes, slice_count, slice_writes
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
 from .instance import InstancePlans
@@ -23,7 +23,6 @@ __all__ = [
     "Intake",
     "LayerRun",
     "Limits",
-    "MeasuredRates",
     "Pace",
     "PageCopy",
     "PairPlan",

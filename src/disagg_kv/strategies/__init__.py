@@ -14,9 +14,10 @@ from .explain import Explanation, PairCount, explain
 from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .registry import (
     AUTO,
+    AUTO_ORDER,
     PER_CHUNK,
     Strategy,
-    auto_paths,
+    in_auto_order,
     paths,
     register,
     schedules,
@@ -28,6 +29,7 @@ from .selections import Full, Incremental
 
 __all__ = [
     "AUTO",
+    "AUTO_ORDER",
     "PER_CHUNK",
     "DirectPlanner",
     "Explanation",
@@ -46,8 +48,8 @@ __all__ = [
     "Strategy",
     "Tables",
     "TransferPlanner",
-    "auto_paths",
     "explain",
+    "in_auto_order",
     "maps_pages",
     "paths",
     "refusal",

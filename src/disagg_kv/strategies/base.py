@@ -43,8 +43,8 @@ class TransferPlanner(Protocol):
     kernel of the writer carries out through a mapping of the receiver's memory. Endpoints offer such a path only where
     the transport maps the peer (:class:`~disagg_kv.transports.SupportsMapping`).
 
-    A decode endpoint whose path is ``auto`` allows every path that it knows. A prefill endpoint whose path is ``auto``
-    compares the library's own paths, and of the others those with an attribute ``joins_auto`` that is True.
+    Decode names the path of each room. ``auto`` takes paths of the library alone; any other is taken where a side asks
+    for it by name.
 
     The same arguments give the same answer: endpoints keep answers. The endpoint's thread calls; nothing may block.
 

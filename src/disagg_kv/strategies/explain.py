@@ -12,7 +12,7 @@ from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
 from .base import Job, TransferPlanner, maps_pages, refusal
-from .registry import auto_paths, paths
+from .registry import in_auto_order, paths
 
 
 @frozen
@@ -85,7 +85,7 @@ def explain(
         lease_bytes: the most that one lease may have.
         rotation: which replica takes which piece.
         cost: costs of the fabric; None: the defaults.
-        maps: the transport maps memory of peers; otherwise ``auto`` takes no path that needs it.
+        maps: the transport maps memory of peers; otherwise ``auto`` does not take ``mapped``.
         decode_spec: decode's cache, into which prefill's is converted; None: it is the same.
 
     Raises:
@@ -145,11 +145,14 @@ def _sum_up(
             refused.setdefault(path, f"prefill rank {pair.writer} to decode rank {pair.target}: {reason}")
     able = [path for path in known if path not in refused]
     totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
-    compared = {path.name for path in auto_paths()}
-    unmapped = {path.name for path in known.values() if maps_pages(path) and not maps}
-    slowest = [_slowest(pairs, known[path], cost) for path in able if path in compared - unmapped]
-    refusals = {path: reason for path, reason in refused.items() if path in compared}
-    refusals |= dict.fromkeys(compared & unmapped & totals.keys(), "the transport does not map memory of peers")
+    refusals, slowest = dict[str, str](), list[Estimate]()
+    for one in in_auto_order(known.values()):
+        if one.name in refused:
+            refusals[one.name] = refused[one.name]
+        elif maps_pages(one) and not maps:
+            refusals[one.name] = "the transport does not map memory of peers"
+        else:
+            slowest.append(_slowest(pairs, one, cost))
     return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused, choose(slowest, refusals))
 
 
@@ -164,7 +167,7 @@ def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel)
 
 
 def estimated(path: TransferPlanner, cost: CostModel, descriptors: int, nbytes: int, segments: int) -> Estimate:
-    """What a path takes, as a prefill endpoint estimates it."""
+    """What a path takes."""
     if maps_pages(path):
         return cost.estimate_mapped(path.name, descriptors, nbytes)
     return cost.estimate(path.name, descriptors, nbytes, 0 if path.exposes_pages else segments)

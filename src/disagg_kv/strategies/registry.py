@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -21,6 +21,9 @@ ENTRY_POINTS = "disagg_kv.strategies"
 """Installed packages name paths, schedules and selections here; an entry point is such an object, or makes one."""
 
 AUTO = "auto"
+AUTO_ORDER = ("mapped", "staged", "slice")
+"""The paths that ``auto`` takes, the first one that can; the others are for those who ask for them by name."""
+
 PER_CHUNK = "per_chunk"
 
 _loading = threading.RLock()
@@ -32,8 +35,6 @@ _parts: dict[str, dict[str, Any]] = {
     "selection": {one.name: one for one in (Full(), Incremental())},
 }
 """What is known on each axis, by name."""
-
-_BUILT_IN = frozenset(_parts["path"])
 
 _METHODS = {
     "path": ("send", "receive", "count", "refuse"),
@@ -47,7 +48,7 @@ class Strategy:
     """One choice on each axis.
 
     Args:
-        path: a path's name, or ``"auto"``: the cheapest that both sides can, chosen per request.
+        path: a path's name, or ``"auto"``: the first of :data:`AUTO_ORDER` that can, chosen by decode per request.
         schedule: when rows are sent.
         selection: which rows are sent.
     """
@@ -65,8 +66,6 @@ Part = TransferPlanner | Schedule | Selection
 
 def register(part: Part) -> None:
     """Make a path, a schedule or a selection known by its name.
-
-    ``auto`` takes a path only if it has an attribute ``joins_auto`` that is True; see :class:`TransferPlanner`.
 
     Raises:
         ConfigurationError: the name is taken by another part, or is not a plain word; a path's version or another of
@@ -94,14 +93,9 @@ def _check_path(path: TransferPlanner) -> None:
     arguments.attributes(path, "part", "a path", "version", "exposes_pages")
     arguments.count(path.version, "part: version")
     arguments.flag(path.exposes_pages, "part: exposes_pages")
-    arguments.flag(_says_auto(path), "part: joins_auto")
     maps = arguments.flag(getattr(path, "maps_pages", False), "part: maps_pages")
     if maps and not path.exposes_pages:
         raise ConfigurationError(f"part: path {path.name!r} maps pages that it does not expose")
-
-
-def _says_auto(path: TransferPlanner) -> object:
-    return getattr(path, "joins_auto", False)
 
 
 @cache
@@ -140,9 +134,10 @@ def paths() -> dict[str, TransferPlanner]:
     return dict(_parts["path"])
 
 
-def auto_paths() -> tuple[TransferPlanner, ...]:
-    """The paths that ``auto`` compares: the library's own, and the registered ones that say ``joins_auto``."""
-    return tuple(path for path in paths().values() if path.name in _BUILT_IN or _says_auto(path) is True)
+def in_auto_order(known: Iterable[TransferPlanner]) -> list[TransferPlanner]:
+    """Those of some paths that ``auto`` takes, in its order."""
+    by_name = {path.name: path for path in known}
+    return [by_name[name] for name in AUTO_ORDER if name in by_name]
 
 
 def schedules() -> dict[str, Schedule]:

@@ -206,7 +206,6 @@ class TransferPlannerSuite:
         assert planner.name.isidentifier()
         kinds: tuple[object, ...] = type(planner.version), type(planner.exposes_pages)
         assert kinds == (int, bool)
-        assert type(getattr(planner, "joins_auto", False)) is bool
         assert type(getattr(planner, "maps_pages", False)) is bool
         assert planner.exposes_pages or not maps_pages(planner), "pages are mapped that are not exposed"
 
@@ -240,7 +239,7 @@ class TransferPlannerSuite:
                 assert planner.receive(part.receive) == again.receive(part.receive)
 
     def test_the_count_is_a_bound_and_needs_no_tables(self, moved: Transfer) -> None:
-        """``auto`` and ``plan`` ask for it before pages are known."""
+        """``plan`` asks for it before pages are known."""
         planner = self.planner()
         for part in moved.parts(planner.exposes_pages):
             plan = planner.send(part.send)

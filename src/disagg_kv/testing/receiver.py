@@ -73,7 +73,7 @@ class Exchange:
         )  # fmt: skip
         self.inner = DecodeEndpoint(
             self.target, transport=InprocTransport(), channel=InprocChannel(hub, "D"), rendezvous=where, instance="D",
-            options=options, ring_bytes=1 << 16,
+            strategy="slice", options=options, ring_bytes=1 << 16,
         )  # fmt: skip
         self.receiver = wrap(self.inner)
         self.timeout_s = timeout_s

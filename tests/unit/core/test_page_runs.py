@@ -107,7 +107,7 @@ def test_as_many_pages_as_one_frame_names_may_be_exposed(tables: list[range], wh
         assert re.search(why, str(beyond))
         return
     assert beyond is None
-    expect = Expect(**HEAD, start=0, stop=None, paths=("mapped",) * 8, tables=wire, tag=bytes(256))
+    expect = Expect(**HEAD, start=0, stop=None, path="mapped" * 8, tables=wire, tag=bytes(256))
     frame = Codec().encode(expect)
     assert len(frame) <= Codec.MAX_BYTES == MAX_FRAME
     assert Codec().decode(frame) == expect

@@ -85,14 +85,12 @@ def test_a_room_begins_when_wishes_and_writers_are_known_in_any_order(order: int
     assert room.machine.writers == (P[0], P[1])
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_room_is_uncut_as_the_last_of_two_events_says(order: int) -> None:
-    """The first of them cannot know."""
-    room = Room(begun=False)
-    first, second = (room.awaited, room.introduced)[::order]
-    out = room.say(first, evolve(second, uncut=True))
-    expects = [effect.frame for effect in out if isinstance(effect, Send)]
-    assert [isinstance(frame, Expect) and frame.uncut for frame in expects] == [True, True]
+def test_staging_memory_is_refused_where_pages_are_exposed() -> None:
+    """The path of a room is decode's to choose."""
+    room = Room(exposed=True)
+    effects = room.say(request(0))
+    failed(room, RemoteProtocolError, "room r generation 1", "rank 0 must not use staging memory: the path is 'direct'")
+    assert sent(effects)[-2:] == [(0, Abort), (1, Abort)]
 
 
 def test_expect_is_repeated_to_each_rank_until_it_is_expected_and_not_only_parked() -> None:
@@ -161,13 +159,6 @@ def test_no_frame_contradicts_what_the_engine_has_concluded(before: tuple[RoomFr
     room.say(chunk(0, B, None), chunk(1, Segment(0, 3, 0, 2), None), done(0, 7), request(1))
     room.say(Decided(True, ""))
     assert (state_of(room), room.machine.phase) == (Receiving.CLOSED, Phase.DONE)
-
-
-def test_bells_end_no_room_that_has_leases() -> None:
-    """Scatters would write into pages that the engine takes for complete."""
-    room = belled()
-    room.say(request(0))
-    assert room.machine.listens is None
 
 
 def test_an_agreement_without_this_rank_fails_the_room() -> None:
@@ -266,11 +257,11 @@ def test_each_lease_is_prepared_for_anew_and_one_that_is_kept_is_not() -> None:
     assert only(effects, Prepare) == [Prepare(A, {Rank(0): 75008 - 65536, Rank(1): 75008 - 65536 + 1024})]
 
 
-def test_nothing_is_prepared_where_a_writer_writes_into_pages() -> None:
+def test_nothing_is_prepared_nor_scattered_where_writers_write_into_pages() -> None:
     room = Room(exposed=True)
-    effects = room.say(request(0), Leased(A, LEASE), chunk(1, lease=None), chunk(0))
+    effects = room.say(chunk(1, lease=None), chunk(0, lease=None))
     assert only(effects, Prepare) == []
-    assert only(effects, Scatter) == [Scatter(A, {Rank(0): 70000 - 65536})]
+    assert only(effects, Scatter) == []
 
 
 def test_what_another_writer_has_written_is_kept() -> None:
@@ -393,8 +384,6 @@ def test_prefill_must_not_end_before_the_least_row(least: int, ok: bool) -> None
         (8, [request(0, Segment(0, 4, 0, 3))], ["layers [0, 3)"]),
         (8, [request(0, A), request(1, Segment(2, 6, 0, 2))], ["overlaps another segment"]),
         (8, [request(0, Segment(4, 4, 0, 2))], ["an empty segment"]),
-        (8, [request(0, path="slice")], ["rank 0 must not use path 'slice'"]),
-        (8, [request(0), request(0, path="direct")], ["rank 0 must not use path 'direct'"]),
         (8, [chunk(0, A, None)], ["rank 0 wrote to pages that were not exposed"]),
         (8, [request(0), chunk(0)], ["rank 0 used lease 70000"]),
         (8, [request(0), Leased(A, LEASE), chunk(0, A, OTHER_LEASE)], ["used lease 75008"]),

@@ -16,7 +16,6 @@ from disagg_kv.core import (
     Quarantine,
     Receiving,
     RoomFrame,
-    Scatter,
     Scattered,
     Tick,
 )
@@ -27,7 +26,7 @@ from disagg_kv.errors import (
     DisaggKVError,
     PeerLostError,
 )
-from disagg_kv.ids import Epoch, Rank
+from disagg_kv.ids import Epoch
 from disagg_kv.planning import Segment
 from tests.support.receive_room import (
     LEASE,
@@ -156,12 +155,6 @@ def test_pages_that_no_expect_has_named_are_nobody_elses() -> None:
     assert room.machine.released, "released is said once"
     room.say(drained(0), drained(1))
     assert state_of(room) is Receiving.CLOSED
-
-
-def test_exposed_and_staged_writers_may_share_a_segment() -> None:
-    room = Room(exposed=True)
-    room.say(request(0), Leased(A, LEASE), chunk(1, A, None))
-    assert only(room.say(chunk(0)), Scatter) == [Scatter(A, {Rank(0): 4464})]
 
 
 def test_an_abort_before_the_writers_are_known_is_told_once_they_are_or_ends_if_nobody_comes() -> None:

@@ -154,7 +154,7 @@ def test_expect_is_answered_in_every_state(made: str) -> None:
         room.expect()
     if made == "draining":
         room.machine.cancel(AbortedError("engine"), 0.0)
-    expect = Expect(**head(), start=0, stop=8, paths=("staged",), tables=None, tag=b"")
+    expect = Expect(**head(), start=0, stop=8, path="staged", tables=None, tag=b"")
     assert [t.__name__ for t in sent(room.say(expect))] == ["Abort" if made == "draining" else "Expected"]
 
 

@@ -86,7 +86,7 @@ def test_the_engine_knows_before_the_endpoint_s_thread(transport: Callable[[], I
     assert request.decodes[0].endpoint.poll() == []
     request.finish()
     settle(rig, request)
-    assert [h.report.path for h in request.handles] == [strategy, "exposed pages"]
+    assert [h.report.path for h in request.handles] == [strategy, strategy]
 
 
 def test_poll_hears_bells_too() -> None:
@@ -233,7 +233,7 @@ def test_a_frame_that_names_a_value_that_rings_nothing_is_refused(value: int) ->
 
     def decoded(first: int) -> object:
         frame = Expect(
-            src=b"1" * 16, dst=b"2" * 16, room=b"room", generation=1, start=0, stop=9, paths=("mapped",), tables=None,
+            src=b"1" * 16, dst=b"2" * 16, room=b"room", generation=1, start=0, stop=9, path="mapped", tables=None,
             tag=b"", bells=(0, BLOCK, first),
         )  # fmt: skip
         return Codec().decode(Codec().encode(frame))

@@ -174,10 +174,8 @@ def test_a_path_without_a_kernel_is_refused_by_name(path: str) -> None:
 def test_auto_takes_a_path_that_converts() -> None:
     rig = Rig(kv("bfloat16"), decoded=kv(E4M3))
     prefills, decodes = rig.prefill(tp_shards(rig.spec, 1)), rig.decode(tp_shards(rig.decode_spec, 1))
-    request = rig.request("room", prefills, decodes, 23).start().landed()
-    report = request.sends[0].report
-    assert report.path in ("staged", "mapped")
-    assert "slice cannot: no kernel is on this path" in report.reason
+    found = [rig.request(name, prefills, decodes, 23).start().landed().sends[0].report.path for name in "12"]
+    assert found == ["staged", "mapped"]
 
 
 def refused(spec: CacheSpec, decoded: CacheSpec, kernels: CountingKernels | CpuKernels | None = None) -> str:

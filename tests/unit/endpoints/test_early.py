@@ -15,7 +15,7 @@ A, B = Epoch(bytes([1] * 16)), Epoch(bytes([2] * 16))
 def expect(room: int, pages: int, peer: Epoch = A) -> Expect:
     """Of one table."""
     tables = (WireTable("kv", 0, pages, 0, bytes(4 * pages)),)
-    return Expect(src=peer, dst=bytes(16), room=bytes([room]), generation=room, start=0, stop=pages, paths=(),
+    return Expect(src=peer, dst=bytes(16), room=bytes([room]), generation=room, start=0, stop=pages, path="slice",
                   tag=b"", tables=tables)  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_an_expectation_of_more_rows_than_there_can_be(path: str) -> None:
     rig.request("first", prefills, decodes, 8).start().landed()
     delivery = prefills[0].endpoint.open(RoomId(b"room"))
     head = forged(prefills, decodes, RoomId(b"room"))
-    expect = Expect(**head, start=0, stop=2**62, paths=("staged", "slice"), tables=None, tag=b"")
+    expect = Expect(**head, start=0, stop=2**62, path="staged", tables=None, tag=b"")
     InprocChannel(rig.hub, "forger").send(prefills[0].channel.address, Codec().encode(expect))
     rig.until(lambda: delivery.phase is Phase.READY, "the expectation")
     assert delivery.report.path == "staged"
@@ -119,9 +119,7 @@ def test_pages_of_a_peer_that_registered_none_of_them() -> None:
     rig.request("first", prefills, decodes, 8).start().landed()
     delivery = prefills[0].endpoint.open(RoomId(b"room"))
     tables = (WireTable("kv", 0, 1, 0, bytes(4)),)
-    expect = Expect(
-        **forged(prefills, decodes, RoomId(b"room")), start=0, stop=4, paths=("slice",), tables=tables, tag=b""
-    )
+    expect = Expect(**forged(prefills, decodes, RoomId(b"room")), start=0, stop=4, path="slice", tables=tables, tag=b"")
     InprocChannel(rig.hub, "forger").send(prefills[0].channel.address, Codec().encode(expect))
     rig.until(lambda: delivery.released, "the refusal")
     assert "no memory of theirs is registered" in str(delivery.error)
@@ -417,12 +415,13 @@ def test_more_pages_than_a_request_may_name_are_not_exposed(
     """
     rig = Rig(SPEC, options=Options(request_pages=1))
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy=path)
-    request = rig.request("room", prefills, rig.decode(tp_shards(SPEC, 1), strategy=path), 100).start()
-    request.released()
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy=path)
+    rig.request("first", prefills, decodes, 4).start().landed()
+    request = rig.request("room", prefills, decodes, 100).start().released()
     assert [handle.phase for handle in request.handles] == [ends, ends]
     assert request.sends[0].report.path == "staged" or isinstance(request.receives[0].error, OversizeError)
     why = "25 page ids of one request (request_pages), at most 1"
-    assert request.receives[0].report.reason == f"staged: {why}"
+    assert request.receives[0].report.reason == (f"auto takes staged; mapped cannot: {why}" if path == "auto" else "")
     rig.request("another", prefills, rig.decodes, 100).start().released()
     assert caplog.text.count(why) == 1
     assert rig.decodes[0].observer.counters["rooms.too_many_pages"] == 2
@@ -477,8 +476,7 @@ def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.Monkey
     for turn in range(2):
         for number, decodes in enumerate(instances):
             rig.request(f"{turn} {number}", prefills, decodes, 8).start().landed()
-    chosen = prefills[0].endpoint._side._router._chooser._chosen
-    assert all(0 < len(of_peer) <= 2 for of_peer in chosen.values())
+    assert all(0 < len(decodes[0].endpoint._side._chooser._chosen) <= 2 for decodes in instances)
     assert len(_views) <= 2
     rig.quiet()
 

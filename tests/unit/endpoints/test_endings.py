@@ -113,7 +113,7 @@ def test_an_expectation_waits_for_the_room() -> None:
 def test_parked_expectations_are_bounded(options: Options) -> None:
     """Neither too many expectations nor too large ones are kept; they are repeated until there is room."""
     rig = Rig(SPEC, options=options)
-    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), strategy="slice")
     requests = [rig.request(f"{i}", prefills, decodes, 8).open_decode().expect() for i in range(5)]
     rig.wait(3.0)
     assert prefills[0].observer.counters["frames.not_parked"] > 0

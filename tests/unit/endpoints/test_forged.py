@@ -183,11 +183,12 @@ class TestNotices:
         assert scene.counted(scene.decodes, "frames.not_a_writer") == 2
         scene.request.send(ROWS).finish().landed()
 
-    def test_of_a_path_that_decode_did_not_allow(self, scene: Scene) -> None:
+    def test_of_a_path_that_decode_has_not_chosen(self) -> None:
+        scene = Scene("slice")
         scene.prefills[0].frozen = True
-        scene.from_prefill(f.StagingRequest, segment=WHOLE, ask=0, ready=True, path="slice")
+        scene.from_prefill(f.StagingRequest, segment=WHOLE, ask=0, ready=True)
         scene.rig.wait(0.1)
-        scene.fails("must not use path 'slice'")
+        scene.fails("must not use staging memory: the path is 'slice'")
 
 
 class TestPages:
@@ -211,7 +212,7 @@ class TestPages:
         scene = Scene(path)
         delivery = scene.prefills[0].endpoint.open(RoomId(b"exposed"))
         table = f.WireTable("kv", first, len(pages), 0, np.array(pages, "<i4").tobytes())
-        expect = {"start": 0, "stop": ROWS, "paths": (path,), "tables": (table,), "tag": b""}
+        expect = {"start": 0, "stop": ROWS, "path": path, "tables": (table,), "tag": b""}
         scene.from_decode(f.Expect, room=b"exposed", **expect)
         scene.rig.wait(0.1)
         spare: Request = scene.rig.request("exposed", scene.prefills, [], ROWS)

@@ -62,13 +62,14 @@ def scene(*made: Callable[[], Transport], strategy: str = "auto") -> tuple[Rig, 
 def test_each_peer_of_an_endpoint_gets_its_lane_and_the_paths_of_it() -> None:
     """Shared memory is mapped, and the network staged; peers and reports name the lane and the reason."""
     rig, decodes, near, far = scene()
-    one = rig.request("one", near, decodes, 9).start(9).landed()
-    two = rig.request("two", far, decodes, 9, "Q").start(9).landed()
+    for number in "12":
+        one = rig.request(f"one {number}", near, decodes, 9).start(9).landed()
+        two = rig.request(f"two {number}", far, decodes, 9, "Q").start(9).landed()
     reports = [request.sends[0].report for request in (one, two)]
     assert [(report.lane, report.path) for report in reports] == [("shm", "mapped"), ("far", "staged")]
     assert [report.lane_reason for report in reports] == ["the first lane", "the only transport"]
     assert [request.receives[0].report.lane for request in (one, two)] == ["shm", "far"]
-    assert "mapped cannot: transport 'far' does not map" in reports[1].reason
+    assert "mapped cannot: prefill rank 0: transport 'far' does not map" in two.receives[0].report.reason
     (at_near,), (at_far,) = near[0].endpoint.peers(), far[0].endpoint.peers()
     assert (at_near.lane, at_near.lane_reason) == ("shm", "the first lane")
     assert (at_far.lane, at_far.lane_reason) == ("far", "the only transport")

@@ -169,8 +169,8 @@ def test_a_row_too_large_for_a_slot() -> None:
         request = rig.request("room", prefills, decodes, 8).start(8)
         if done:
             request.landed()
-            assert request.sends[0].report.path == "mapped"
-            assert "staged cannot" in request.sends[0].report.reason
+            assert request.sends[0].report.path == "slice"
+            assert "staged cannot" in request.receives[0].report.reason
         else:
             request.failed()
             assert "staging" in request.errors()

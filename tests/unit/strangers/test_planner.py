@@ -16,7 +16,6 @@ from disagg_kv.strategies import (
     SlicePlanner,
     StagedPlanner,
     TransferPlanner,
-    auto_paths,
     explain,
     paths,
     register,
@@ -54,15 +53,6 @@ class Logged:
     def count(self, job: Job) -> int:
         self.asked.append("count")
         return self.inner.count(job)
-
-
-class Eager(Logged):
-    """It says of itself that ``auto`` may take it, and that it takes no write at all."""
-
-    joins_auto = True
-
-    def count(self, job: Job) -> int:
-        return 0
 
 
 class Halves:
@@ -134,34 +124,26 @@ def carried(prefill: str, decode: str) -> tuple[str, str]:
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy=prefill)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy=decode)
-    report = rig.request("room", prefills, decodes, 21).start().landed().sends[0].report
+    report = rig.request("room", prefills, decodes, 21).start().landed().receives[0].report
     return report.path, report.reason
 
 
-def test_auto_leaves_out_a_planner_that_does_not_say_that_it_joins() -> None:
+def test_auto_takes_no_registered_planner() -> None:
     """It is not even asked, though both sides have it."""
     path = Logged("quiet", SlicePlanner())
     register(path)
-    assert path not in auto_paths()
     chosen, reason = carried("auto", "auto")
     assert chosen != "quiet"
     assert "quiet" not in reason
     assert path.asked == []
 
 
-def test_auto_takes_a_planner_that_joins_if_it_is_the_cheapest() -> None:
-    """The reason names it and what the others would take."""
-    register(Eager("eager", SlicePlanner()))
-    chosen, reason = carried("auto", "auto")
-    assert chosen == "eager"
-    assert "eager takes" in reason
-    assert "staged would take" in reason
-
-
-def test_decode_allows_with_auto_what_prefill_asks_for() -> None:
-    """Whether the path joins ``auto`` or not: prefill chooses."""
-    register(Logged("asked_for", SlicePlanner()))
-    assert carried("asked_for", "auto") == ("asked_for", "asked_for was asked for")
+@pytest.mark.parametrize("sides", [("asked_for", "auto"), ("auto", "asked_for")])
+def test_a_registered_planner_is_taken_where_a_side_asks_for_it(sides: tuple[str, str]) -> None:
+    """The other side has to know it."""
+    if "asked_for" not in paths():
+        register(Logged("asked_for", SlicePlanner()))
+    assert carried(*sides) == ("asked_for", "asked_for was asked for")
 
 
 def plan(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
@@ -172,7 +154,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
 
 
 def test_plan_explains_registered_planners(capsys: pytest.CaptureFixture[str]) -> None:
-    """By their own count or refusal; ``auto`` compares those that join."""
+    """By their own count or refusal; ``auto`` takes none of them."""
     before = plan(capsys)
     register(Halves())
     register(Logged("logged", StagedPlanner()))
@@ -185,8 +167,6 @@ def test_plan_explains_registered_planners(capsys: pytest.CaptureFixture[str]) -
         "logged": found["paths"]["staged"],
     }
     assert found["auto"] == before["auto"]
-    register(Eager("eager", SlicePlanner()))
-    assert plan(capsys)["auto"]["path"] == "eager"
 
 
 def test_plan_says_why_a_registered_planner_cannot() -> None:
@@ -217,7 +197,6 @@ def test_plan_says_why_a_registered_planner_cannot() -> None:
     [
         ("version", "1", "part: version"),
         ("exposes_pages", 1, "part: exposes_pages"),
-        ("joins_auto", "yes", "part: joins_auto"),
         ("maps_pages", "yes", "part: maps_pages"),
         ("name", 3, "part: name"),
         ("count", None, "count.* is missing"),

@@ -46,8 +46,6 @@ class DrainingRoom(Machine[Receiving]):
         self._writers: dict[Epoch, Writer] = {}
         self._exposed = False
         self._declined = False
-        self.broken = False
-        """The room has failed because a prefill rank could not send it."""
 
     @property
     def writers(self) -> tuple[Epoch, ...]:

@@ -78,13 +78,10 @@ class FlowPlan:
         stop: one past the last, None: where our engine ends.
         exposed: True: its pages are exposed and need no lease.
         limits: what cuts it into segments.
-        path: its name.
         groups: how the layers of some rows are grouped; None: all together.
         pace: how fast we are, once all is sent.
         bells: where its segments may be announced before their frames; None: nowhere.
         lane: the name of what carries its bytes.
-        unstaged: our choice among all paths needs no staging memory, and we could copy into mapped pages; None: we send
-            no rows.
     """
 
     rank: Rank
@@ -93,12 +90,10 @@ class FlowPlan:
     stop: int | None
     exposed: bool
     limits: Limits
-    path: str = "staged"
     groups: Grouping | None = None
     pace: Callable[[], WirePace | None] = lambda: None
     bells: WireBells | None = None
     lane: str = ""
-    unstaged: bool | None = None
 
 
 class Flow(Machine[Sending]):
@@ -131,7 +126,6 @@ class Flow(Machine[Sending]):
         self._bells: dict[Segment, int] = {}
         self._stated = False
         self._lost = False
-        self._broken = False
 
     @property
     def peer_name(self) -> str:
@@ -244,8 +238,7 @@ class Flow(Machine[Sending]):
         assert self.plan is not None
         self.outbound.move(part, SegmentStep.ASKED)
         part.asked_ready = ready
-        box, path = segment_to_wire(segment), self.plan.path
-        request = StagingRequest(**self._head, segment=box, ask=part.ask, ready=ready, path=path)
+        request = StagingRequest(**self._head, segment=segment_to_wire(segment), ask=part.ask, ready=ready)
         # Its number says that the grant before it is given back.
         self._repeat.stop(("return", segment))
         self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
@@ -316,7 +309,6 @@ class Flow(Machine[Sending]):
                 self.outbound.move(part, SegmentStep.GRANTED)
                 self._use(event.segment, part)
                 return
-        self._broken = True
         error = ours(event.error, self._name(), **self.who)
         # A transport knows its peer by another name, and no room.
         self._fail(error.about(self._name()) if isinstance(error, TransportError | PeerLostError) else error)
@@ -357,7 +349,6 @@ class Flow(Machine[Sending]):
             aux=f.aux,
             pace=self.plan.pace(),
             lane=self.plan.lane,
-            unstaged=self.plan.unstaged,
         )
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
 
@@ -393,14 +384,13 @@ class Flow(Machine[Sending]):
         self._on_lost(Lost(event.peer, PeerLostError(f"{self._name()}: the peer's process has ended")))
 
     def _on_cancel(self, event: Cancel) -> None:
-        self._broken = self.plan is None
         self._fail(ours(event.error, self._name()))
 
     def _fail(self, error: DisaggKVError) -> None:
         self.error = error
         self._stop_moving()
         if self.state is Sending.ABORTING:
-            abort = Abort(**self._head, reason=words(error), broken=self._broken)
+            abort = Abort(**self._head, reason=words(error))
             self._out.append(self._repeat.start("abort", Send(self.peer, abort), self.now))
 
     def _stop_moving(self) -> None:
@@ -418,11 +408,11 @@ class Flow(Machine[Sending]):
             self.state = Sending.CLOSED
             return
         self.state = Sending.DRAINING
-        drained = Drained(**self._head, reason=words(self.error), broken=self._broken)
+        drained = Drained(**self._head, reason=words(self.error))
         self._out.append(self._repeat.start("drained", Send(self.peer, drained), self.now))
 
     def _on_answer_abort(self, event: Expect) -> None:
-        self._send(Abort(**self._head, reason=words(self.error), broken=self._broken))
+        self._send(Abort(**self._head, reason=words(self.error)))
 
     def _on_quiet_late(self, event: Wrote | Quiet) -> None:
         self._unquiet.discard(event.segment)
@@ -442,7 +432,7 @@ class Flow(Machine[Sending]):
         self._repeat.clear()
 
     def _on_answer_drained(self, event: Abort) -> None:
-        self._send(Drained(**self._head, reason=words(self.error), broken=self._broken))
+        self._send(Drained(**self._head, reason=words(self.error)))
 
     def _on_close(self, event: Decided | DrainedAck | Lost | Gone | Cancel) -> None:
         self._repeat.clear()

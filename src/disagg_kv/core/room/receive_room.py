@@ -25,7 +25,7 @@ from __future__ import annotations
 from math import inf
 
 from ...errors import AbortedError, About, DeadlineError, GeometryError, IntegrityError, RemoteProtocolError
-from ...ids import Epoch, Generation, Rank, RoomId
+from ...ids import Epoch, Generation, RoomId
 from ...planning import Intake, RowRange, Segment
 from ..base import (
     AskAgain,
@@ -91,8 +91,6 @@ class ReceiveRoom(DrainingRoom):
         source: str = "",
     ) -> None:
         super().__init__(room, generation, epoch, options, tag, source)
-        self.path = ""
-        self.paths: dict[Rank, str] = {}
         self._options = options
         self._deadline = now + options.total_s
         self._claim_by = inf
@@ -100,7 +98,6 @@ class ReceiveRoom(DrainingRoom):
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
         self._bells: tuple[WireBells, ...] = ()
-        self._uncut = False
         self._stop: int | None = None
         self.doubted = False
 
@@ -140,7 +137,7 @@ class ReceiveRoom(DrainingRoom):
         Every writer has opened the room, and has named what carries its writes; none has asked for a lease. Also when
         all has landed, until the ranks agree: bells may show first that all others succeed.
         """
-        moving = self.state is Receiving.MOVING and self._claim_by == inf and not self.paths
+        moving = self.state is Receiving.MOVING and self._claim_by == inf
         if not self._bells or not (moving or self.state is Receiving.PLACED):
             return None
         if any(w.lane is None for w in self._writers.values()):
@@ -162,14 +159,12 @@ class ReceiveRoom(DrainingRoom):
     def _on_awaited(self, event: Awaited) -> None:
         self._awaited = event
         self._stop = event.stop
-        self._uncut |= event.uncut
         self._begin()
 
     def _on_introduced(self, event: Introduced) -> None:
         self._intake = event.intake
         self._pace = event.pace
         self._bells = event.bells
-        self._uncut |= event.uncut
         self._introduce(event)
         self._begin()
 
@@ -191,13 +186,13 @@ class ReceiveRoom(DrainingRoom):
             **self._to(w),
             start=a.start,
             stop=a.stop,
-            paths=a.paths,
+            path=a.path,
             tables=a.tables,
             tag=self.tag,
             verify=a.verify,
             pace=self._pace,
             bells=self._bells[w.rank] if self._bells else None,
-            uncut=self._uncut,
+            unsegmented=a.unsegmented,
         )
         self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 
@@ -220,12 +215,9 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_request(self, event: StagingRequest) -> None:
         w = self._writer(event)
-        if w.rank not in self.paths:
-            self.paths[w.rank] = event.path
-            self.path = "+".join(sorted(set(self.paths.values())))
         assert self._awaited is not None
-        if self.paths[w.rank] != event.path or event.path not in self._awaited.paths:
-            self._refuse(w, f"must not use path {event.path!r}")
+        if self._awaited.tables is not None:
+            self._refuse(w, f"must not use staging memory: the path is {self._awaited.path!r}")
             return
         if w.open >= self._options.window and Segment(*event.segment) not in self.inbound:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
@@ -468,7 +460,7 @@ class ReceiveRoom(DrainingRoom):
         self._give_up(event)
 
     def _give_up(self, event: Abort | Drained) -> None:
-        w, self.broken = self._writer(event), event.broken
+        w = self._writer(event)
         self._fail(AbortedError(f"{self._name()}: prefill rank {w.rank} gave up: {event.reason}", **self._who(w)))
 
     def _refuse(self, w: Writer, problem: str) -> None:

@@ -223,35 +223,38 @@ class Heartbeat(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 
 
 class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=3):
-    """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited.
+    """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited, by ``path``.
 
-    ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows; ``verify`` says how
-    much it wants compared. ``pace`` is the last one that a prefill rank sent: all of them choose layer groups by it.
-    ``bells`` are slots in which the receiver may announce its segments before its frames do; see
-    :mod:`disagg_kv.transports.bells`. ``uncut``: staging memory cuts no segment, and the receiver takes a path that
-    needs none.
+    ``tables`` are there exactly when pages are exposed; ``verify`` says how much decode wants compared. ``pace`` is the
+    last one that a prefill rank sent: all of them choose layer groups by it. ``bells`` are slots in which the receiver
+    may announce its segments before its frames do; see :mod:`disagg_kv.transports.bells`. ``unsegmented``: the size of
+    a staging slot cuts no segment.
     """
 
     start: U
     stop: U | None
-    paths: Annotated[tuple[Name, ...], Few]
+    path: Name
     tables: Annotated[tuple[WireTable, ...], Few] | None
     tag: Tag
     verify: Verify = "off"
     pace: WirePace | None = None
     bells: WireBells | None = None
-    uncut: bool = False
+    unsegmented: bool = False
 
 
 class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):
-    """Answer to ``Expect``; ``parked``: the engine has not opened the room yet. ``lane``: what carries its writes."""
+    """Answer to ``Expect``; ``parked``: the engine has not opened the room yet. ``lane``: what carries its writes.
+
+    ``unmapped``: why the sender has not mapped the receiver's pool; empty: it has; None: it does not say.
+    """
 
     parked: bool
     lane: Name = ""
+    unmapped: Text | None = None
 
 
 class StagingRequest(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=5):
-    """Prefill -> decode: request a lease for this rank's part of a segment, by ``path``; ``ready``: it is computed.
+    """Prefill -> decode: request a lease for this rank's part of a segment; ``ready``: it is computed.
 
     ``ask`` counts the grants for this part that the rank has returned; a higher one returns the grant before it.
     """
@@ -259,7 +262,6 @@ class StagingRequest(RoomFrame, array_like=True, frozen=True, kw_only=True, forb
     segment: Box
     ask: U
     ready: bool
-    path: Name = "staged"
 
 
 class Queued(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=6):
@@ -299,8 +301,7 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     """Prefill -> decode: all segments of this rank up to row ``stop`` are written and announced; no write follows.
 
     ``segments`` is their number: notices may be lost, or arrive after this frame. ``aux``: if this rank has any;
-    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost. ``unstaged``: the
-    sender's choice among all paths needs no staging memory, and it could copy into mapped pages. None: no rows.
+    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost.
     """
 
     stop: U
@@ -308,7 +309,6 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     pace: WirePace | None = None
     lane: Name = ""
-    unstaged: bool | None = None
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):
@@ -319,12 +319,10 @@ class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknow
     """Either way: the room has failed. Decode repeats it until ``Drained``, prefill until ``AbortAck``.
 
     ``tag``: of decode's room, or of prefill's room that is not this one. Where tags differ, prefill's room stays open.
-    ``broken``: this prefill rank could not send what was awaited: no path can, or a write or a copy has failed.
     """
 
     reason: Text
     tag: Tag = b""
-    broken: bool = False
 
 
 class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=13):
@@ -332,13 +330,9 @@ class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=14):
-    """Prefill -> decode: all writes of this flow are quiet, and none follows; repeated until ``DrainedAck``.
-
-    ``broken``: as ``Abort`` says it.
-    """
+    """Prefill -> decode: all writes of this flow are quiet, and none follows; repeated until ``DrainedAck``."""
 
     reason: Text
-    broken: bool = False
 
 
 class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=15):

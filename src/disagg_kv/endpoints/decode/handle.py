@@ -108,7 +108,7 @@ class ReceptionHandle(RoomHandle):
         if watch is not None and not self._rang and watch.complete():
             self._rang = self._report.bells = True
             report = self._report
-            report.path, (report.segments, report.nbytes) = report.path or "exposed pages", watch.placed
+            report.segments, report.nbytes = watch.placed
             report.ended = self._commands.rang(self._key, self)
 
     def watch(self, bells: BellWatch | None) -> None:

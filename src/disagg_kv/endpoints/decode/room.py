@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from ...core import Awaited, ReceiveRoom, Receiving, RoomKey
+from ...core import ReceiveRoom, Receiving, RoomKey
 from ...core.room.machine import ours
 from ...core.wire.frames import WireBells
 from ...ids import Rank, room_name
 from ...memory import Event
 from ...planning import InstancePlans, PairPlan, Segment
 from ...rendezvous import Source
+from ...strategies import TransferPlanner
 from ..peers.handshake import RemoteEndpoint
 from .bells import BellWatch
 from .handle import CheckedExpectation, ReceptionHandle
@@ -21,10 +22,9 @@ class DecodeRoom:
     """A room, its prefill ranks, and the pages of its rows.
 
     ``ready``: fires once its pages may be written. ``pairs``: what each prefill rank sends of what it awaits.
-    ``queued``: since when segments wait for staging
-    memory, for the observer. ``given_up``: the engine has aborted it. ``awaited``: what its machine knows of
-    ``wanted``. ``uncut``: no prefill rank stages rows of it.
-    ``bells``: the slots of its writers, by rank. ``watch``: what the engine sees of them.
+    ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
+    ``path``: how its rows come, once that is chosen. ``bells``: the slots of its writers, by rank. ``watch``: what the
+    engine sees of them.
     """
 
     key: RoomKey
@@ -39,8 +39,7 @@ class DecodeRoom:
     pairs: dict[Rank, PairPlan] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
     given_up: bool = False
-    awaited: Awaited | None = None
-    uncut: bool = False
+    path: TransferPlanner | None = None
     bells: tuple[WireBells, ...] = ()
     watch: BellWatch | None = None
 

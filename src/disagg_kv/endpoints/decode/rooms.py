@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import inf
 
-from attrs import evolve
-
 from ...core import (
     AskAgain,
-    Awaited,
     Cancel,
     CastVote,
     Concluded,
@@ -41,7 +38,7 @@ from ...core import (
 )
 from ...core.room.machine import ours
 from ...core.timers import Timers
-from ...core.wire.frames import Done, WirePace
+from ...core.wire.frames import Done, Expected, WirePace
 from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
@@ -66,13 +63,13 @@ from .ended import answer_ended
 from .expecting import PendingExpectations
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
+from .path_choice import PathChooser
 from .quarantine import check_quarantine
 from .rate_limit import RateLimiter
 from .receipts import Receipts
 from .room import DecodeRoom
 from .room_bells import RoomBells
 from .scatter import ScatterQueue
-from .uncut import UncutRooms
 
 log = logging.getLogger("disagg_kv")
 
@@ -103,12 +100,12 @@ class DecodeSide:
         self._queue = queue
         self._exposed = exposed
         self._changes = changes
-        self._expectations = PendingExpectations(loop, pool, exposed, verify)
+        self._chooser = PathChooser(loop.me)
+        self._expectations = PendingExpectations(loop, pool, self._chooser, verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
-        self._uncut = UncutRooms()
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
@@ -148,29 +145,19 @@ class DecodeSide:
         self._publish(room)
 
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
-        """Rows are awaited."""
+        """Rows are awaited. They are asked for once the room's prefill ranks are known."""
         room = self._rooms.get(key)
         if room is not None:
-            self._expectations.add(room, wanted)
-            self._ask()
+            room.wanted, room.ready = wanted, wanted.ready
+            if room.plans is not None:
+                self._expectations.add(room)
+                self._ask()
 
     def _ask(self) -> None:
         """Ask prefill for rows once a room's pages may be written."""
         for room, event in self._expectations.ended():
-            if isinstance(event, Awaited):
-                room.awaited = event
-                event = evolve(event, uncut=self._is_uncut(room))
             self._handle(room, event)
             self._publish(room)
-
-    def _is_uncut(self, room: DecodeRoom) -> bool:
-        """Whether no prefill rank stages rows of a room; False until its ranks and what it awaits are known."""
-        if room.awaited is not None and room.plans is not None:
-            paths = [path for path in self._loop.me.paths if path.name in room.awaited.paths]
-            parts = room.plans.intake(room.plans.rotation(room.key.room)).parts
-            writers = [remote for remote, part in zip(room.remotes, parts, strict=True) if part]
-            room.uncut = self._uncut.allows(writers, paths, room.awaited.tables is not None, self._loop.now)
-        return room.uncut
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
@@ -207,7 +194,10 @@ class DecodeSide:
         for epoch in writers:
             self._used.use(epoch, room.key, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
-        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room), self._is_uncut(room)))
+        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room)))
+        if room.wanted is not None:
+            self._expectations.add(room)
+            self._ask()
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
@@ -244,7 +234,7 @@ class DecodeSide:
     def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
         self._paces.pop(epoch, None)
-        self._uncut.forget(epoch)
+        self._chooser.forget(epoch)
         for writers in [w for w in self._plans if epoch in w]:
             del self._plans[writers]
 
@@ -264,7 +254,7 @@ class DecodeSide:
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
-        if isinstance(frame, Done) and epoch in self._loop.remotes:
+        if epoch in self._loop.remotes:
             self._learn(epoch, frame)
         if room is not None and epoch in room.machine.writers:
             try:
@@ -278,12 +268,12 @@ class DecodeSide:
         else:
             self._loop.observer.count("frames.not_a_writer")
 
-    def _learn(self, epoch: Epoch, done: Done) -> None:
+    def _learn(self, epoch: Epoch, frame: RoomFrame) -> None:
         """What later rooms ask a prefill rank for; its own room may have ended by bells already."""
-        if done.pace is not None:
-            self._paces[epoch] = done.pace
-        if done.unstaged is not None:
-            self._uncut.sent(epoch, Generation(done.generation), done.unstaged)
+        if isinstance(frame, Done) and frame.pace is not None:
+            self._paces[epoch] = frame.pace
+        elif isinstance(frame, Expected) and frame.unmapped is not None:
+            self._chooser.said(epoch, frame.unmapped)
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -466,11 +456,7 @@ class DecodeSide:
         machine, report = room.machine, room.handle.report
         if machine.error is not None:
             self._hold(room)
-            if machine.broken and room.uncut:
-                room.uncut = False
-                self._uncut.failed((w for w in machine.writers if w in self._loop.remotes), self._loop.now)
         report.segments, report.nbytes = machine.inbound.segments_placed, machine.inbound.bytes_placed
-        report.path = machine.path or ("exposed pages" if machine.inbound.segments_placed else "")
         report.lane = machine.lane
         released = machine.released
         if released and "total" not in report.seconds:

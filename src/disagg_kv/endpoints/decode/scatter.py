@@ -22,7 +22,7 @@ from ...kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStrea
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import PairPlan, RowRange, Segment
 from ...staging import GrantQueue
-from ...strategies import Job, TransferPlanner
+from ...strategies import Job
 from ...trace import Span
 from ..checksums import compare, layer_sums
 from ..loop.event_loop import EventLoop
@@ -92,7 +92,6 @@ class ScatterQueue:
         self._together = self.queues = isinstance(kernels, SupportsStreams)
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
         self._pace = pace
-        self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
         self._waiting: deque[tuple[DecodeRoom, Scatter]] = deque()
         self._barred: list[tuple[DecodeRoom, Scatter]] = []
         self._running: list[_Scattering] = []
@@ -292,16 +291,16 @@ class ScatterQueue:
         sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
         one.comparing = self._loop.clock() - began
         room.handle.report.spend("checksum", one.comparing)
-        exposing = " or ".join(name for name, path in self._paths.items() if path.exposes_pages)
-        paths = {rank: room.machine.paths.get(rank, exposing) for rank in effect.sums}
+        path = "" if room.path is None else room.path.name
         one.event = sums.event
-        one.check = lambda: compare(room.name, site, segment, tables, layouts, effect.sums, sums.read(), paths)
+        one.check = lambda: compare(room.name, site, segment, tables, layouts, effect.sums, sums.read(), path)
 
     def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
         assert room.wanted is not None
+        assert room.path is not None
         tables = room.wanted.tables
         job = Job(self._pair(room, rank), segment, target_tables=tables)
-        return Move(self._paths[room.machine.paths[rank]].receive(job), tables, base)
+        return Move(room.path.receive(job), tables, base)
 
     def _pair(self, room: DecodeRoom, rank: Rank) -> PairPlan:
         """What a prefill rank sends of what this room awaits."""

@@ -238,9 +238,10 @@ class RemoteEndpoint:
         """What each rank of its instance holds, as a spec to which it converts its cache names it."""
         return shards_as(self.shards, self.spec, spec)
 
-    def page_rows(self) -> int:
-        """Rows of its largest page: where segments are cut."""
-        return max((g.rows_per_page for g in self.site.groups), default=1)
+
+def page_rows(site: Site) -> int:
+    """Rows of the largest page of decode's pool: where segments are cut."""
+    return max((g.rows_per_page for g in site.groups), default=1)
 
 
 def check_instance(shards: Sequence[Shard], rank: int, site: Site) -> None:

@@ -17,7 +17,7 @@ from ...kernels import Kernels, SupportsConversions, SupportsStreams
 from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...rendezvous import Rendezvous
-from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, auto_paths, paths
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
 from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import Transport
@@ -103,7 +103,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             self._slots = arguments.count(slots, "slots", least=1)
             check_verify(verify)
             chosen = named(strategy)
-            usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
+            usable = tuple(paths().values()) if chosen.path == AUTO else (paths()[chosen.path],)
             carrier = parts.transport
             check_mapping(chosen.path, usable, carrier)
             self._schedule = chosen.schedule if schedule is None else schedule
@@ -125,7 +125,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
                 mapping = loop.connections.mapping
                 pace, pages, lane = throughput.pace, loop.options.request_pages, loop.lane
-                router = Router(me, pools, chosen, self._schedule, usable, pace, mapping, pages, lane, loop.clock)
+                router = Router(me, pools, chosen.selection, self._schedule, usable, pace, mapping, pages, lane)
                 self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
                 return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 

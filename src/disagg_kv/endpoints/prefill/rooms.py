@@ -179,7 +179,9 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
             return
         generation = self._join(room, frame)
         head = room_head(loop.me.epoch, epoch, name, generation)
-        loop.send(Send(epoch, Expected(**head, parked=False, lane=loop.lane(epoch).name)))
+        mapping = loop.connections.mapping(epoch)
+        said = None if mapping.pool is None and not mapping.refused else mapping.refused
+        loop.send(Send(epoch, Expected(**head, parked=False, lane=loop.lane(epoch).name, unmapped=said)))
         try:
             route, plan = self._router.find(
                 name,
@@ -198,7 +200,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
             return
         room.routes[epoch] = route
         report = room.handle.report
-        report.path, report.reason = route.path.name, route.reason
+        report.path, report.reason = route.path.name, "decode has chosen it"
         report.lane, report.lane_reason = route.lane.name, route.lane.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), loop.now))

@@ -11,13 +11,13 @@ from attrs import evolve, frozen
 from ...core import FlowPlan, Transfer, Verify
 from ...core.wire.frames import Expect, WirePace, wire_pace
 from ...core.wire.page_runs import tables_from_wire
-from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
+from ...errors import ConfigurationError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...geometry import I32, shards_as
 from ...ids import Epoch, Rank, RegionId, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
 from ...planning import (
+    UNLIMITED,
     Batch,
-    CostModel,
     Groups,
     InstancePlans,
     Intake,
@@ -34,13 +34,11 @@ from ...planning import (
     check_pages,
     check_tables,
 )
-from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
+from ...strategies import PER_CHUNK, Job, Schedule, Selection, Tables, TransferPlanner, maps_pages, refusal
 from ...transports import Bells, Lane
 from ..cached_prefix import check_start
-from ..peers.handshake import EndpointInfo, RemoteEndpoint
+from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
-from .lane_rates import LaneRates
-from .path_choice import PathChooser, PathRequest, segment_limits
 from .read_pools import ReadPools
 
 Plan = Writes | StagedLayout | PageCopy
@@ -56,7 +54,7 @@ class Route:
 
     Args:
         remote: the rank.
-        path: how they cross; reason: why so.
+        path: how they cross.
         lane: what carries writes to the rank.
         pool: ours, as it reads it: where its cache has other dtypes, converted.
         pair: what this rank sends to it.
@@ -72,7 +70,6 @@ class Route:
 
     remote: RemoteEndpoint
     path: TransferPlanner
-    reason: str
     lane: Lane
     pool: MemoryPool
     pair: PairPlan
@@ -89,51 +86,45 @@ class Route:
 class Router:
     """Finds the route of a room towards a decode rank, and plans its transfers.
 
-    ``rates`` is how fast the lanes are: the writes are measured, and the choice of a path reads the result.
-
     Args:
         me: this endpoint.
         pools: its cache, as decode ranks read it.
-        strategy: which path to take.
+        selection: which rows decode may leave out.
         paths: those that are known here.
         schedule: when rows cross.
         pace: how fast this rank is over a lane; None: nothing was measured yet.
         mapping: the pool of a decode rank, as it is mapped here.
         request_pages: see :class:`~disagg_kv.core.Options`.
         lane: what carries writes to a decode rank.
-        clock: seconds.
     """
 
     def __init__(
         self,
         me: EndpointInfo,
         pools: ReadPools,
-        strategy: Strategy,
+        selection: Selection,
         schedule: Schedule,
         paths: Iterable[TransferPlanner],
         pace: Callable[[str], Pace | None],
         mapping: Callable[[Epoch], Mapping],
         request_pages: int,
         lane: Callable[[Epoch], Lane],
-        clock: Callable[[], float],
     ) -> None:
         self._lane = lane
         self._mapping = mapping
         self._request_pages = request_pages
         self._me = me
         self._pools = pools
-        self._strategy = strategy
+        self._selection = selection
         self._schedule = schedule
         self._pace = pace
-        self.rates = LaneRates(clock)
         self._regions: I32 = np.array(me.regions, np.int32)
-        self._chooser = PathChooser(strategy.path, tuple(paths))
+        self._paths = {path.name: path for path in paths}
         self._plans: dict[Epoch, InstancePlans] = {}
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
         self._plans.pop(epoch, None)
-        self._chooser.forget(epoch)
 
     def find(
         self,
@@ -163,7 +154,7 @@ class Router:
         """
         me, hello = self._me, remote.hello
         starts = {Rank(route.remote.hello.rank): route.start for route in others if route.remote.site.token_groups}
-        check_start(room_name(room), frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
+        check_start(room_name(room), frame, remote.site, self._selection, Rank(hello.rank), starts)
         plans = self._plans.get(remote.epoch)
         if plans is None:
             held = shards_as(tuple(me.shards), me.site.spec, remote.spec)
@@ -173,16 +164,11 @@ class Router:
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
-        limits = Limits(me.slot_bytes, hello.lease_bytes, remote.page_rows())
-        exposed, length = frame.tables is not None, self._length(frame)
-        mapping = self._mapping(remote.epoch)
-        unmapped = mapping.refused if mapping.pool is None else None
-        request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped, frame.uncut)
-        lane = self._lane(remote.epoch)
-        costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, me.device, unmapped is None)
-        costs = evolve(costs, measured=self.rates.of(lane))
-        choice = self._chooser.choose(remote.epoch, rotation, hello.paths, request, costs)
-        path = choice.path
+        mapping, lane = self._mapping(remote.epoch), self._lane(remote.epoch)
+        path = self._path(frame, remote, pair, mapping)
+        limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
+        if not frame.unsegmented:
+            limits = cutting(intake, me.rank, Limits(me.slot_bytes, hello.lease_bytes, limits.page_rows), path)
         if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
@@ -190,7 +176,7 @@ class Router:
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
         bells = mapping.bells if path.exposes_pages else None
-        route = Route(remote, path, choice.reason, lane, pool, *known, ring, frame.start, frame.verify, mapped, bells)
+        route = Route(remote, path, lane, pool, *known, ring, frame.start, frame.verify, mapped, bells)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
         plan = FlowPlan(
@@ -199,15 +185,31 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages,
-            segment_limits(request),
-            path.name,
+            limits,
             grouping,
             partial(self._measured, lane),
             None if bells is None else frame.bells,
             lane.name,
-            choice.unstaged,
         )
         return route, plan
+
+    def _path(self, frame: Expect, remote: RemoteEndpoint, pair: PairPlan, mapping: Mapping) -> TransferPlanner:
+        """The path that decode has chosen for the room.
+
+        Raises:
+            ConfigurationError: it cannot carry what this rank sends.
+            RemoteProtocolError: decode does not do what the path needs.
+        """
+        path = self._paths.get(frame.path)
+        if path is None or (path.name, path.version) not in remote.hello.paths:
+            raise ConfigurationError(f"path {frame.path!r} is not known on both sides: {', '.join(self._paths)}")
+        if path.exposes_pages is (frame.tables is None):
+            raise RemoteProtocolError(f"path {path.name!r} with{'out' * path.exposes_pages} page tables")
+        if maps_pages(path) and mapping.pool is None and pair.parts:
+            raise ConfigurationError(f"path {path.name!r} cannot: {mapping.refused}")
+        if pair.parts and (reason := refusal(path, pair)) is not None:
+            raise ConfigurationError(f"path {path.name!r} cannot: {reason}")
+        return path
 
     def _measured(self, lane: Lane) -> WirePace | None:
         pace = self._pace(lane.name)
@@ -235,13 +237,6 @@ class Router:
         on_groups(run, groups)
         return groups.cut(run)
 
-    def _length(self, frame: Expect) -> int:
-        """Rows of the request for the choice of its path: up to a power of two, and to the pool; 0: not known."""
-        if frame.stop is None or frame.stop <= frame.start:
-            return 0
-        most = max((g.rows_per_page * g.pages for g in self._me.site.groups), default=1)
-        return min(1 << (frame.stop - frame.start - 1).bit_length(), most)
-
     def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Plan:
         """What to post, to gather or to copy: never more than the part, nor outside the peer's ring or its pages."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
@@ -264,6 +259,23 @@ class Router:
             granted = f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}"
             raise RemoteProtocolError(f"{route.remote.name}: {granted}")
         return plan
+
+
+def cutting(intake: Intake, writer: Rank, limits: Limits, path: TransferPlanner) -> Limits:
+    """What cuts a chunk into segments; nothing, where a path that exposes pages could not stage a row.
+
+    All writers of a segment come to the same result, as limits hold for all their parts together.
+
+    Raises:
+        OversizeError: one row of one layer is more than a slot or a lease.
+    """
+    try:
+        intake.segments(writer, 0, 1, limits)
+    except OversizeError:
+        if not path.exposes_pages:
+            raise
+        return evolve(UNLIMITED, page_rows=limits.page_rows)
+    return limits
 
 
 def taken(routes: Sequence[Route], theirs: RemoteEndpoint) -> str | None:

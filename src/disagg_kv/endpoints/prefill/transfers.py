@@ -141,7 +141,7 @@ class TransferQueue:
         self._verify: Verify = verify
         self._clock = loop.clock
         self._slots = StagingSlots[Post](staging.nbytes, slot_bytes)
-        self.writes = PostedWrites(loop, self._slots, throughput, router.rates)
+        self.writes = PostedWrites(loop, self._slots, throughput)
         self._copies = PageCopies(kernels, self.writes, loop.clock)
         self._queue = PendingTransfers[PrefillRoom]()
         self._gathering: list[_Gathering] = []

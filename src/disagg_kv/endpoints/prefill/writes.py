@@ -23,7 +23,6 @@ from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..loop.event_loop import EventLoop
 from ..peers.peer_registry import HeldMemory
-from .lane_rates import LaneRates
 from .room import PrefillRoom
 from .slots import Slot, StagingSlots
 from .throughput import ThroughputEstimator
@@ -70,7 +69,6 @@ class Post:
     began: float
     posted: bool = False
     crossing: bool = False
-    descriptors: int = 1
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
     copying: bool = False
@@ -96,19 +94,15 @@ class PostedWrites:
         loop: the endpoint's: its transport, peers, clock and observer.
         slots: what staged writes read.
         throughput: measures how fast transfers are.
-        rates: measures how fast lanes are.
     """
 
-    def __init__(
-        self, loop: EventLoop, slots: StagingSlots[Post], throughput: ThroughputEstimator, rates: LaneRates
-    ) -> None:
+    def __init__(self, loop: EventLoop, slots: StagingSlots[Post], throughput: ThroughputEstimator) -> None:
         self._loop = loop
         self._clock = loop.clock
         self._transport = loop.me.transport
         self._max_batch = loop.me.transport.caps.max_batch
         self._slots = slots
         self._throughput = throughput
-        self._rates = rates
         self.of_room: dict[PrefillRoom, dict[Post, None]] = {}
         self.posts: dict[Ticket, Post] = {}
         self.outcomes: deque[Outcome] = deque()
@@ -167,7 +161,7 @@ class PostedWrites:
     def post(self, post: Post, writes: Writes, after: Event | None) -> None:
         """Submit the writes of a transfer, behind ``after``; an error of the transport becomes the transfer's."""
         started = self._clock()
-        post.posted, post.descriptors = True, len(writes)
+        post.posted = True
         if after is None or post.slot is None:
             self.crosses(post, started)
         try:
@@ -180,7 +174,7 @@ class PostedWrites:
             # A transport raises before it has a ticket: nothing of this batch moves.
             post.error = exc
         report = post.room.handle.report
-        report.descriptors += post.descriptors
+        report.descriptors += len(writes)
         report.spend("post", self._clock() - started)
         if not post.tickets:
             self.end(post)
@@ -194,8 +188,6 @@ class PostedWrites:
         post.crossing, post.began = True, at
         post.room.handle.report.write_begins(at)
         self._throughput.crossing((post.room.key, post.transfer.to, post.transfer.segment), at)
-        route = post.room.routes[post.transfer.to]
-        self._rates.begins(post.transfer.to, route.lane, route.mapped is not None, at)
 
     def _span(self, name: str, post: Post, stop: float) -> None:
         """A piece of a transfer's work is over."""
@@ -230,9 +222,6 @@ class PostedWrites:
             ended = self._clock()
             post.room.handle.report.write_ends(ended)
             self._span("wire", post, ended)
-            to, nbytes = post.transfer.to, 0 if post.error is not None else post.transfer.nbytes
-            route = post.room.routes[to]
-            self._rates.ends(to, route.lane, route.mapped is not None, ended, post.descriptors, nbytes)
         if post.quiet:
             self._unpin(post)
         if post.summing and post.error is None:

@@ -1,0 +1,132 @@
+"""Which path a room takes, and why: one for all prefill ranks that send rows of it here. ``Expect`` names it.
+
+Both sides have to know a path. Where that leaves one, as a side asked for it by name, it is taken. Else the rule of
+``auto`` holds, :data:`~disagg_kv.strategies.AUTO_ORDER`: copies into mapped pages, if each of these ranks announces
+that our pool is mapped there; else staging memory; else single writes into exposed pages. A rank announces it with the
+answer to the first ``Expect`` that it gets, so the first room is staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from ...errors import ConfigurationError, DisaggKVError
+from ...geometry import read_as
+from ...ids import Epoch, Rank
+from ...planning import InstancePlans, Intake, Limits, PairPlan, RowRange
+from ...planning.cache import PlanCache
+from ...strategies import TransferPlanner, in_auto_order, maps_pages, refusal
+from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
+
+UNSAID = "decode does not know yet whether its pool is mapped there"
+
+
+@frozen(eq=False)
+class PathChoice:
+    """The path of a room.
+
+    Args:
+        path: what carries its rows.
+        reason: one sentence that says why.
+        unsegmented: no staging slot cuts its segments. Kernels of all ranks that send rows have to queue copies for
+            that: others keep a thread for as long as a segment takes.
+    """
+
+    path: TransferPlanner
+    reason: str
+    unsegmented: bool
+
+
+_Question = tuple[tuple[Epoch, ...], int, tuple[str, ...]]
+"""The prefill ranks, a rotation, and why our pool is not mapped at each rank."""
+
+
+class PathChooser:
+    """Runs on the thread that advances. What it chose is kept, as few rooms differ.
+
+    Args:
+        me: this endpoint; its paths are those that its strategy allows.
+    """
+
+    def __init__(self, me: EndpointInfo) -> None:
+        self._me = me
+        self._unmapped: dict[Epoch, str] = {}
+        self._chosen: PlanCache[_Question, PathChoice] = PlanCache()
+
+    def said(self, epoch: Epoch, unmapped: str) -> None:
+        """A prefill rank announces why our pool is not mapped there; empty: it is."""
+        self._unmapped[epoch] = unmapped
+
+    def forget(self, epoch: Epoch) -> None:
+        """A prefill rank is lost."""
+        self._unmapped.pop(epoch, None)
+        self._chosen.clear()
+
+    def choose(
+        self,
+        remotes: Sequence[RemoteEndpoint],
+        plans: InstancePlans,
+        rotation: int,
+        rows: RowRange,
+        unexposed: str | None = None,
+    ) -> PathChoice:
+        """Choose the path of a room.
+
+        Args:
+            remotes: all prefill ranks, by rank.
+            plans: between them and this rank.
+            rotation: of the room.
+            rows: those that are awaited.
+            unexposed: why its pages cannot be exposed; None: they can.
+
+        Raises:
+            ConfigurationError: no path can; the message has the reason of each.
+        """
+        said = tuple(self._unmapped.get(one.epoch, UNSAID) for one in remotes)
+        key = tuple(one.epoch for one in remotes), rotation, said
+        found = self._chosen.get(key) if unexposed is None else None
+        if found is not None:
+            return found
+        intake = plans.intake(rotation)
+        writers = [
+            (remote, plans.pair(rotation, Rank(rank), read_as(remote.site, self._me.site.spec), rows))
+            for rank, remote in enumerate(remotes)
+            if intake.parts[rank]
+        ]
+        common = [p for p in self._me.paths if all((p.name, p.version) in one.hello.paths for one in remotes)]
+        asked = len(common) == 1
+        refusals: dict[str, str] = {}
+        for path in common if asked else in_auto_order(common):
+            why = unexposed if path.exposes_pages else None
+            for remote, pair in writers:
+                why = why or self._refusal(path, remote, intake, pair, asked)
+            if why is None:
+                refused = "; ".join(f"{name} cannot: {reason}" for name, reason in refusals.items())
+                reason = f"{path.name} was asked for" if asked else f"auto takes {path.name}"
+                queue = all(remote.hello.queues for remote, _ in writers)
+                choice = PathChoice(
+                    path, f"{reason}; {refused}" if refused else reason, bool(writers) and queue and maps_pages(path)
+                )
+                return choice if unexposed is not None else self._chosen.keep(key, choice)
+            refusals[path.name] = why
+        reasons = "; ".join(f"{name} cannot: {why}" for name, why in refusals.items())
+        raise ConfigurationError(f"no path is left: {reasons or 'none that both sides know'}")
+
+    def _refusal(
+        self, path: TransferPlanner, remote: RemoteEndpoint, intake: Intake, pair: PairPlan, asked: bool
+    ) -> str | None:
+        """Why a path cannot carry what one prefill rank sends; None: it can."""
+        rank = Rank(remote.hello.rank)
+        why: str | None
+        if maps_pages(path) and not asked and (why := self._unmapped.get(remote.epoch, UNSAID)):
+            return f"prefill rank {rank}: {why}"
+        try:
+            if not path.exposes_pages:
+                limits = Limits(remote.hello.slot_bytes, self._me.lease_bytes, page_rows(self._me.site))
+                intake.segments(rank, 0, 1, limits)
+            why = refusal(path, pair)
+        except DisaggKVError as exc:
+            why = str(exc)
+        return None if why is None else f"prefill rank {rank}: {why}"
