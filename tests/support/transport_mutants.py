@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from typing import ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import attrs
 import numpy as np
@@ -240,6 +240,28 @@ class KeepsRegions(ModelTransport):
             self._peers.remove(peer)
             self._peers.add(peer, attrs.evolve(now, memory={**known.memory, **now.memory}, extents=extents))
         return peer
+
+
+class DropsForDeregistered(ModelTransport):
+    """The target drops what comes for a region that it has deregistered, and acknowledges it."""
+
+    everyone: ClassVar[WeakValueDictionary[Peer, DropsForDeregistered]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everyone[self._me] = self
+        self._remote: dict[Ticket, set[int]] = {}
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        ticket = super().submit(peer, writes, notify=notify, after=after)
+        self._remote[ticket] = set(writes.remote.tolist())
+        return ticket
+
+    def move(self, flight: Flight) -> None:
+        known = {region for region, _ in self.everyone[flight.peer]._table.items()}
+        if not self._remote[flight.ticket] <= known:
+            flight.nbytes = np.zeros_like(flight.nbytes)
+        super().move(flight)
 
 
 class LastDescriptorCounts(ModelTransport):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import time
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,12 +13,12 @@ from weakref import WeakValueDictionary
 import attrs
 
 from disagg_kv.errors import TransportError
-from disagg_kv.ids import Peer, Ticket
+from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
 from disagg_kv.transports import PeerEvent, Settled, WriteEnded
 from tests.support.model_transport import Flight, ModelTransport, Place, stopped
-from tests.support.transport_mutants import SOON_S
+from tests.support.transport_mutants import SOON_S, ClosesEarly
 
 # Claims
 
@@ -221,6 +222,68 @@ class LateFence(HelperLands):
     """The same with a ``drain_s`` that is not known; its loss of a peer is fenced all the same."""
 
     caps = attrs.evolve(ModelTransport.caps, drain_s=None)
+
+
+class FenceAfterTickets(LateFence):
+    """The same; tickets of the peer fail a moment before its loss is reported."""
+
+    _since: float | None = None
+
+    def lose(self, peer: Peer) -> None:
+        self._since = time.monotonic()
+        self._gone = peer
+
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+        events = list(super().poll())
+        if self._since is not None and time.monotonic() > self._since + SOON_S:
+            self._since = None
+            events.append(PeerEvent(self._gone, None, fenced=True))
+        return events
+
+
+class FenceOfALivingPeer(ClosesEarly):
+    """A peer in this process that has closed is fenced, while its thread still copies."""
+
+    caps = attrs.evolve(ModelTransport.caps, in_process_only=True)
+    everyone: ClassVar[WeakValueDictionary[Peer, FenceOfALivingPeer]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everyone[self._me] = self
+
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+        for peer in set(self._peers.all) - self._lost:
+            if self.everyone[peer]._closed:
+                self._lost.add(peer)
+                self.lose(peer)
+        return super().poll()
+
+
+class FenceBeforeItsInbox(ModelTransport):
+    """Data are messages, of which a poll takes one; a peer that ends is fenced while messages of it still wait."""
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        ticket = super().submit(peer, writes, notify=notify, after=after)
+        self._flights[-1].notify = struct.pack("<qq", int(writes.remote[0]), int(writes.remote_off[0]))
+        return ticket
+
+    def move(self, flight: Flight) -> None:
+        data = ctypes.string_at(int(flight.source[0]), int(flight.nbytes[0]))
+        try:
+            self.send(flight.peer, (flight.notify or b"") + data)
+        except BlockingIOError:
+            return
+        self.end(flight, None)
+
+    def receive(self) -> None:
+        try:
+            data = self._socket.recv(1 << 17)
+        except BlockingIOError:
+            return
+        region, offset = struct.unpack_from("<qq", data, 16)
+        buffer = self._table.get(RegionId(region))
+        if buffer is not None:
+            ctypes.memmove(buffer.addr + offset, data[32:], len(data) - 32)
 
 
 class UnsaidUnquiet(ModelTransport):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ import pytest
 from ..channels import Hub, InprocChannel
 from ..core import Options, Phase
 from ..endpoints import DecodeEndpoint, Delivery, Environment, Expectation, PrefillEndpoint, Receiver, Reception
+from ..endpoints.decode.handle import ReceptionHandle
 from ..errors import (
     AbortedError,
     ConfigurationError,
@@ -40,7 +41,7 @@ from .pair import wait
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 KV = GroupId("kv")
-PAGE_SIZE, PAGES, ROWS = 16, 12, 40
+PAGE_SIZE, ROWS = 16, 40
 """A request has ``ROWS`` rows in three pages."""
 
 STILL_S = 0.1
@@ -52,18 +53,31 @@ SOON_S = 0.3
 FINAL = (Phase.DONE, Phase.FAILED)
 
 
+class Noting(DecodeEndpoint):
+    """A decode endpoint that notes how rooms are opened: ``begun`` has the arguments of each call."""
+
+    begun: list[tuple[RoomId, Source, dict[str, Any]]]
+
+    def open(self, room: RoomId, source: Source, **limits: Any) -> ReceptionHandle:
+        """See :meth:`~disagg_kv.endpoints.api.Receiver.open`."""
+        self.begun.append((room, source, limits))
+        return super().open(room, source, **limits)
+
+
 class Exchange:
     """A receiver under test over a decode endpoint, and a prefill endpoint that is stepped by ``work``.
 
     Args:
         wrap: makes the receiver.
         timeout_s: how long anything may take.
+        rooms: for which there are pages.
     """
 
-    def __init__(self, wrap: Callable[[Receiver], Receiver], timeout_s: float) -> None:
+    def __init__(self, wrap: Callable[[Receiver], Receiver], timeout_s: float, rooms: int = 4) -> None:
+        self.pages = 3 * rooms
         hub, where, options = Hub(), StaticRendezvous(), Options(silence_s=60.0, total_s=60.0, retry_s=0.02)
         self.source, self.target = (
-            PagedPool.allocate(SPEC, shard(SPEC), pages=PAGES, page_size=PAGE_SIZE) for _ in range(2)
+            PagedPool.allocate(SPEC, shard(SPEC), pages=self.pages, page_size=PAGE_SIZE) for _ in range(2)
         )
         for buffer in self.source.buffers:
             bytes_of(buffer)[:] = np.random.default_rng(1).integers(0, 256, buffer.nbytes, np.uint8)
@@ -71,10 +85,11 @@ class Exchange:
             self.source, transport=InprocTransport(), channel=InprocChannel(hub, "P"), rendezvous=where, instance="P",
             options=options, environment=Environment(thread=False, engine=False),
         )  # fmt: skip
-        self.inner = DecodeEndpoint(
+        self.inner = Noting(
             self.target, transport=InprocTransport(), channel=InprocChannel(hub, "D"), rendezvous=where, instance="D",
             strategy="slice", options=options, ring_bytes=1 << 16,
         )  # fmt: skip
+        self.inner.begun = []
         self.receiver = wrap(self.inner)
         self.timeout_s = timeout_s
         self.opened: list[Reception] = []
@@ -82,10 +97,10 @@ class Exchange:
         self.steps_prefill = True
         self._names = count()
 
-    def open(self, source: str = "P", total_s: float | None = None) -> Reception:
+    def open(self, source: str = "P", **limits: Any) -> Reception:
         """A new room; ``poll`` may return it from now on."""
         name = RoomId(b"room %d" % next(self._names))
-        self.opened.append(self.receiver.open(name, Source(source), total_s=total_s))
+        self.opened.append(self.receiver.open(name, Source(source), **limits))
         assert self.opened[-1].room == name
         return self.opened[-1]
 
@@ -94,9 +109,26 @@ class Exchange:
         first = 3 * int(room.room.split()[1])
         return [PageTable(KV, [first + 2, first, first + 1])]
 
-    def deliver(self, room: Reception) -> Delivery:
+    def fill(self, begins: int) -> None:
+        """Open as many rooms as are begun at once, which await their rows; the next one waits."""
+        for _ in range(begins):
+            room = self.open()
+            room.expect(Expectation(ROWS, self.tables(room)))
+
+    def wait(self, **limits: Any) -> Reception:
+        """A new room that waits."""
+        room = self.open(**limits)
+        assert not self.begins(room), "begins is smaller than the number of rooms that are begun at once"
+        assert (room.phase, room.released, room.error) == (Phase.CONNECTING, False, None)
+        return room
+
+    def begins(self, room: Reception) -> list[list[Any]]:
+        """The arguments of each time that the endpoint was asked to open the room."""
+        return [more for name, *more in self.inner.begun if name == room.room]
+
+    def deliver(self, room: Reception, tag: bytes = b"") -> Delivery:
         """Prefill opens the room, and hands over all of it."""
-        delivery = self.sender.open(room.room)
+        delivery = self.sender.open(room.room, tag=tag)
         delivery.send_chunk(ROWS, self.tables(room))
         delivery.finish(ROWS)
         return delivery
@@ -177,8 +209,11 @@ class Exchange:
 class ReceiverSuite:
     """Promises of a receiver. Subclasses give ``receiver``; test methods are inherited.
 
-    A test opens at most two rooms at a time: a receiver may refuse or delay others.
+    A test opens at most two rooms at a time: a receiver may refuse others. With ``begins``, more of them, which wait.
     """
+
+    begins: ClassVar[int | None] = None
+    """How many rooms the receiver begins at once, at least two, while others wait; None: it lets no room wait."""
 
     timeout_s: ClassVar[float] = 10.0
     """How long a room may take whose bytes have arrived, in seconds."""
@@ -190,11 +225,19 @@ class ReceiverSuite:
     @pytest.fixture
     def two(self) -> Iterator[Exchange]:
         """A prefill endpoint, and the receiver over a decode endpoint."""
-        made = Exchange(self.receiver, self.timeout_s)
+        made = Exchange(self.receiver, self.timeout_s, 2 + (self.begins or 2))
         try:
             yield made
         finally:
             made.close()
+
+    @pytest.fixture
+    def full(self, two: Exchange) -> Exchange:
+        """The same, with as many rooms as are begun at once."""
+        if self.begins is None:
+            pytest.skip("begins is None: no room waits")
+        two.fill(self.begins)
+        return two
 
     # A room that is served.
 
@@ -271,6 +314,60 @@ class ReceiverSuite:
         two.receiver.confirm_terminated(peer.epoch.hex())
         two.over(room)
 
+    # A room that waits.
+
+    def test_a_room_that_waits_begins_once_and_unchanged(self, full: Exchange) -> None:
+        """Once a room before it has ended; until then its id is taken."""
+        first, *others = full.opened
+        limits = {"tag": b"mine", "total_s": 51.0, "claim_s": 52.0}
+        room = full.wait(**limits)
+        with pytest.raises(LocalProtocolError):
+            full.receiver.open(room.room, Source("P"))
+        assert room.expect(Expectation(ROWS, full.tables(room))) == {KV: 0}
+        full.deliver(room, b"mine")
+        full.deliver(first)
+        full.until(lambda: room.released, "the room that waited to be carried")
+        for other in others:
+            full.deliver(other)
+        full.over(first, room, *others)
+        assert (room.phase, room.error) == (Phase.DONE, None)
+        assert full.arrived(room)
+        assert full.begins(room) == [[Source("P"), limits]], "a room that waited is not opened once, as it was given"
+
+    def test_a_room_that_waits_counts_no_held_rows(self, full: Exchange) -> None:
+        """Only the endpoint knows which rows count, and it has not begun: held rows are refused."""
+        room = full.wait()
+        with pytest.raises(ConfigurationError):
+            room.expect(Expectation(ROWS, full.tables(room), held={KV: PAGE_SIZE}))
+
+    def test_a_room_that_waits_can_be_given_up(self, full: Exchange) -> None:
+        """It is released although no other room ends, poll returns it, and it never begins."""
+        others, rooms = list(full.opened), [full.wait(), full.wait()]
+        rooms[0].expect(Expectation(ROWS, full.tables(rooms[0])))
+        for room in rooms:
+            room.abort("not needed")
+            room.abort("not needed")
+        full.over(*rooms)
+        for other in others:
+            full.deliver(other)
+        full.over(*others)
+        for room in rooms:
+            assert isinstance(room.error, AbortedError)
+            assert not full.begins(room), "a room that was given up has begun"
+
+    def test_close_ends_rooms_that_wait(self, full: Exchange) -> None:
+        """They have failed and are released, and the next poll returns them."""
+        rooms = [full.wait(), full.wait()]
+        rooms[0].expect(Expectation(ROWS, full.tables(rooms[0])))
+        full.receiver.close(0.0)
+        full.poll()
+        for room in rooms:
+            assert (room.phase, room.released) == (Phase.FAILED, True), "close leaves a room that waits"
+            assert any(one is room for one in full.released), "poll does not return a room that waited at close"
+            assert isinstance(room.error, DisaggKVError)
+            with pytest.raises(LocalProtocolError):
+                room.expect(Expectation(ROWS, full.tables(room)))
+
     # A room that nothing comes for.
 
     def test_a_room_without_prefill_ends(self, two: Exchange) -> None:
@@ -307,7 +404,7 @@ class ReceiverSuite:
         """By ``expect``, or by the room's error."""
         room = two.open()
         try:
-            room.expect(Expectation(ROWS, [PageTable(KV, [PAGES])]))
+            room.expect(Expectation(ROWS, [PageTable(KV, [two.pages])]))
         except GeometryError:
             room.abort("refused")
             two.over(room)

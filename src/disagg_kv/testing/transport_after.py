@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from ..errors import RegistrationError, RemoteProtocolError
+from ..errors import DisaggKVError, RegistrationError, RemoteProtocolError
 from ..ids import RegionId
 from ..transports import WriteEnded
 from .ends import End
@@ -28,6 +28,19 @@ def gives_no_access(pair: Pair, region: RegionId, when: str) -> None:
     except RegistrationError:
         return
     pytest.fail(f"a region that the target has deregistered is still written to, {when}")
+
+
+def fenced(pair: Pair, region: RegionId, watched_s: float) -> None:
+    """Poll the source for a while; if the target's fence is reported in it, nothing lands in the region any more."""
+    until = time.monotonic() + watched_s
+    while not any(event.fenced for event in pair.log.peer_events):
+        if time.monotonic() > until:
+            return
+        pair.log.add(pair.source.events())
+    zero = np.zeros(NBYTES, np.uint8)
+    pair.source.fill(region, zero)
+    watch(lambda: pair.log.add(pair.source.events()), watched_s)
+    same(pair.source.read(region), zero)
 
 
 class AfterwardsCases(TransportCases):
@@ -54,6 +67,15 @@ class AfterwardsCases(TransportCases):
         watch(pair.work, WATCHED_S)
         pair.check()
 
+    def test_a_closed_peer_writes_nothing_after_its_fence(self, pair: Pair) -> None:
+        """What ``PeerEvent(data=None, fenced=True)`` claims, where a peer is reported that lives on."""
+        mine = pair.source.add(np.full(NBYTES, POISON, np.uint8))
+        back = pair.target.connect(pair.source.descriptor(), self.timeout_s)
+        for _ in range(10):
+            pair.target.submit(back, batch(pair.remote, mine, [(0, 0, NBYTES)]))
+        pair.target.close(0.0)
+        fenced(pair, mine, WATCHED_S)
+
     def test_a_deregistered_region_is_not_written_to_by_later_descriptors(self, pair: Pair) -> None:
         """A later descriptor takes the access away, and an older one that comes late does not bring it back."""
         region = pair.target.add(np.full(100, POISON, np.uint8))
@@ -67,6 +89,19 @@ class AfterwardsCases(TransportCases):
         gives_no_access(pair, region, "since an older descriptor came late")
         pair.put((0, 0, 100))
         pair.check()
+
+    def test_a_write_to_a_region_that_is_deregistered_meanwhile_is_not_lost_in_silence(self, pair: Pair) -> None:
+        """By a peer that has not seen the later descriptor: it is refused, fails, or its bytes are there."""
+        region = pair.target.add(np.full(100, POISON, np.uint8))
+        pair.connect()
+        pair.target.drop(region)
+        try:
+            ticket = pair.source.submit(pair.peer, batch(pair.local, region, [(0, 0, 100)]))
+        except DisaggKVError:
+            return
+        if pair.end(ticket).error is None:
+            there = np.array_equal(pair.target.read(region), pair.data[:100])
+            assert there, "a write to a deregistered region is reported as done, and its bytes are not there"
 
     def test_a_region_may_begin_and_end_anywhere_in_an_allocation(self, pair: Pair) -> None:
         """Offsets count from the region, not from the allocation; bytes around it stay as they are."""

@@ -13,6 +13,7 @@ from disagg_kv.errors import DisaggKVError, LocalProtocolError
 from disagg_kv.ids import Epoch, RoomId
 from disagg_kv.rendezvous import Source
 from disagg_kv.testing.receiver import Exchange, ReceiverSuite
+from tests.support import delaying
 
 
 class TestDecodeEndpoint(ReceiverSuite):
@@ -27,6 +28,15 @@ class TestRecoveringReceiver(ReceiverSuite):
 
     def receiver(self, inner: Receiver) -> Receiver:
         return RecoveringReceiver(inner, Fail())
+
+
+class TestDelaying(ReceiverSuite):
+    """One that lets rooms wait."""
+
+    begins = delaying.MOST
+
+    def receiver(self, inner: Receiver) -> Receiver:
+        return delaying.Delaying(inner)
 
 
 class Room:
@@ -234,6 +244,30 @@ class Open(Broken):
 def test_a_broken_receiver_is_noticed(kind: type[Broken], test: str) -> None:
     """By the test that its fault is the subject of."""
     two = Exchange(kind, timeout_s=1.0)
+    try:
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            getattr(ReceiverSuite(), test)(two)
+    finally:
+        two.close()
+
+
+ONCE = "test_a_room_that_waits_begins_once_and_unchanged"
+
+
+@pytest.mark.parametrize(
+    ("kind", "test"),
+    [
+        (delaying.TellsOfNoAbort, "test_a_room_that_waits_can_be_given_up"),
+        (delaying.LeavesWaiting, "test_close_ends_rooms_that_wait"),
+        (delaying.CountsHeld, "test_a_room_that_waits_counts_no_held_rows"),
+        (delaying.LosesTag, ONCE),
+        (delaying.BeginsTwice, ONCE),
+    ],
+)
+def test_a_receiver_that_delays_wrongly_is_noticed(kind: type[delaying.Delaying], test: str) -> None:
+    """By the test that its fault is the subject of."""
+    two = Exchange(kind, timeout_s=1.0)
+    two.fill(delaying.MOST)
     try:
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             getattr(ReceiverSuite(), test)(two)

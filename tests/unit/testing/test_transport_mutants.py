@@ -39,6 +39,8 @@ EMPTY = "an_empty_batch_ends_well"
 ONCE = "a_loss_is_reported_once_and_ends_tickets_without_raising"
 LATER = "nothing_is_read_or_written_after_a_ticket_has_ended"
 DEREGISTERED = "a_deregistered_region_is_not_written_to_by_later_descriptors"
+SILENCE = "a_write_to_a_region_that_is_deregistered_meanwhile_is_not_lost_in_silence"
+FENCE = "a_killed_peer_writes_nothing_after_its_fence"
 PART = "a_region_may_begin_and_end_anywhere_in_an_allocation"
 NOTICE = "a_notification_arrives_once_and_after_its_data"
 FORKED = "a_forked_child_can_call_nothing_and_changes_nothing"
@@ -68,6 +70,7 @@ HERE: list[tuple[type[ModelTransport], str, str, dict[str, object]]] = [
     (bad.OffsetOfThePage, PART, "bytes are wrong", {}),
     (bad.ReadsLate, "a_source_that_is_still_read_is_not_deregistered", "bytes are wrong", {}),
     (bad.KeepsRegions, DEREGISTERED, "connected with a later descriptor", {}),
+    (bad.DropsForDeregistered, SILENCE, "reported as done, and its bytes are not there", {}),
     (bad.LastDescriptorCounts, DEREGISTERED, "since an older descriptor came late", {}),
     (bad.FirstDescriptorCounts, "connecting_again_gives_the_same_peer_and_its_new_regions", "region", {}),
     (bad.AnyVersion, "a_descriptor_of_another_version_is_refused", "not refused", {}),
@@ -103,6 +106,7 @@ HERE: list[tuple[type[ModelTransport], str, str, dict[str, object]]] = [
     (false.UnlimitedBatches, "a_batch_of_30000_small_writes_lands_whole", "do not fit", {}),
     (false.LargerBatches, "too_many_descriptors_are_refused", "not refused", {}),
     (false.CrossesProcesses, "another_process_is_out_of_reach_where_both_sides_must_be_in_one", "process succeeds", {}),
+    (false.FenceOfALivingPeer, "a_closed_peer_writes_nothing_after_its_fence", "bytes are wrong", {}),
     (false.Forks, FORKED, "in a forked child: .*poll", {}),
     (false.PollsInChildren, FORKED, "in a forked child: .*poll", {}),
 ]
@@ -120,7 +124,9 @@ APART: list[tuple[type[ModelTransport], str, str]] = [
         "writes_of_a_killed_process_have_landed_after_drain_s",
         "more than drain_s = 0 s after its end",
     ),
-    (false.LateFence, "a_killed_peer_writes_nothing_after_its_fence", "bytes are wrong"),
+    (false.LateFence, FENCE, "bytes are wrong"),
+    (false.FenceAfterTickets, FENCE, "bytes are wrong"),
+    (false.FenceBeforeItsInbox, FENCE, "bytes are wrong"),
     (false.BlocksForPeer, "nothing_waits_for_a_frozen_peer", "submit blocks"),
     (false.ConnectBlocks, "nothing_waits_for_a_frozen_peer", "connect to a frozen peer.* blocks"),
     (false.OneProcess, "one_source_writes_to_several_peers", "in this process"),
