@@ -7,6 +7,7 @@ thread may call, and writes without waiting. So a client that stalls delays neit
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -304,8 +306,9 @@ def _sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
     for path in folder.glob(f"*{STARTING}"):
         # While bind(2) runs, its file may be there before its socket is: a young file says nothing.
-        if _dead(path, socket.SOCK_DGRAM) and _age_s(path) > STARTING_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if _dead(path, socket.SOCK_DGRAM) and time.time() - path.lstat().st_mtime > STARTING_S:
+                path.unlink()
 
 
 def _dead(path: Path, kind: int) -> bool:
@@ -316,21 +319,5 @@ def _dead(path: Path, kind: int) -> bool:
         kind: ``SOCK_STREAM``: a stream that is bound and does not listen has no process, either; ``SOCK_DGRAM``: it
             has one. The kernel refuses a datagram socket with EPROTOTYPE there, see connect(2).
     """
-    if not path.is_socket():
-        return False
     with socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False  # it lives and is busy, or is gone
-    return False
-
-
-def _age_s(path: Path) -> float:
-    """Seconds since a file was made; 0 of one that is gone."""
-    try:
-        return time.time() - path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+        return path.is_socket() and probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
