@@ -24,6 +24,7 @@ from ..kernels import CpuKernels, Move, PageMove, Pages
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
 from ..planning import Intake, Limits, PageCopy, PairPlan, RowRange, StagedLayout, Writes
 from ..strategies import Job, TransferPlanner, maps_pages
+from .skips import SaysSkips
 
 KV = GroupId("kv")
 POISON = 0xA5
@@ -172,7 +173,7 @@ class Transfer:
             assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]} of {found.nbytes}"
 
 
-class TransferPlannerSuite:
+class TransferPlannerSuite(SaysSkips):
     """Promises of a path. Subclasses give ``planner``; test methods are inherited."""
 
     def planner(self) -> TransferPlanner:
