@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import attrs
 
 from disagg_kv.transports import process
@@ -14,7 +16,7 @@ class Elsewhere(Member):
     """A process that says that it is on another host, so that a lane within a host refuses its peers."""
 
     def __init__(self, setup: Setup) -> None:
-        process._host = lambda: "elsewhere"
+        process._host = cache(lambda: "elsewhere")
         super().__init__(setup)
 
 

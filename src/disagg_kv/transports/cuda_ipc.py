@@ -249,7 +249,12 @@ class CudaIpcTransport:
             known = _Remote(remote.incarnation, owner, owner.process.watch(), remote.serial, remote.regions, places)
             known.extents = self._map(known, remote.regions, places)
             if self._peers.add(known.peer, known) is known:
-                self._exits.add(known.peer, known.watch)
+                try:
+                    self._exits.add(known.peer, known.watch)
+                except TransportError:
+                    self._peers.remove(known.peer)
+                    self._give_back(known)
+                    raise
             else:
                 # Another thread has connected the peer meanwhile; what this one has opened goes.
                 self._give_back(known)

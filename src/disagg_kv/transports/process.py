@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import threading
 import time
 from collections.abc import Hashable
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Generic, Protocol, TypeVar, runtime_checkable
@@ -21,14 +23,20 @@ from ..errors import LocalProtocolError, PeerLostError, TransportError
 LOOK_S = 0.005
 """Seconds between two polls of a process: every poll is a system call that releases the GIL."""
 
+SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+"""Errors that say that this process, or its host, has no descriptor or memory left: the same may succeed later."""
+
 
 def _started(pid: int) -> int:
     """Field 22 of ``/proc/<pid>/stat``: clock ticks from boot to the start of the process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
+@cache
 def _host() -> str:
     """Names the boot of the host and the namespaces: two processes with equal results can compare ids and start times.
+
+    Read once, since no process moves to another of these namespaces; only its children do.
 
     A time namespace shifts the clock since boot, and the starts of processes in ``/proc``.
     """
@@ -41,6 +49,12 @@ def namespace(kind: str) -> str:
     """The name of this process's namespace of a kind; empty where the kernel has none."""
     link = Path(f"/proc/self/ns/{kind}")
     return str(link.readlink()) if link.is_symlink() else ""
+
+
+def _unwatchable(what: str, error: Exception) -> TransportError:
+    """Why a process cannot be watched; ``retryable``: for now, for want of descriptors or memory."""
+    scarce = isinstance(error, OSError) and error.errno in SCARCE
+    return TransportError(f"{what} cannot be watched: {error}", retryable=scarce)
 
 
 class Watch:
@@ -112,17 +126,24 @@ class Exits(Generic[K]):
         self._look_at = 0.0
 
     def add(self, key: K, ending: Ending) -> None:
-        """Watch a process; replaces an earlier one of that key."""
+        """Watch a process; replaces an earlier one of that key.
+
+        Raises:
+            TransportError: the process is not watched, since no descriptor or memory is left (``retryable``).
+        """
         self.remove(key)
         with self._lock:
-            self._watched[key] = ending
             if not isinstance(ending, HasDescriptor):
-                self._asked[key] = ending
+                self._watched[key] = self._asked[key] = ending
                 return
-            if self._epoll is None:
-                self._epoll = select.epoll()
+            try:
+                if self._epoll is None:
+                    self._epoll = select.epoll()
+                self._epoll.register(ending.fileno(), select.EPOLLIN)
+            except OSError as error:
+                raise _unwatchable("a process", error) from error
+            self._watched[key] = ending
             self._keys[ending.fileno()] = key
-            self._epoll.register(ending.fileno(), select.EPOLLIN)
 
     def remove(self, key: K) -> None:
         """Watch a process no more; harmless if it is not watched."""
@@ -190,19 +211,20 @@ class Process:
 
         Raises:
             PeerLostError: it has ended already.
-            TransportError: it is not a process of this host and its PID and time namespaces, or cannot be watched.
+            TransportError: it is not a process of this host and its PID and time namespaces, or cannot be watched;
+                ``retryable``: no descriptor or memory is left for that.
         """
-        here = _host()
-        if self.host != here:
-            raise TransportError(f"process {self.pid} is of host or namespace {self.host}, this one of {here}")
         try:
+            here = _host()
+            if self.host != here:
+                raise TransportError(f"process {self.pid} is of host or namespace {self.host}, this one of {here}")
             watch = Watch(os.pidfd_open(self.pid))
             # Looked at after the pidfd was opened: if this is the process, the pidfd cannot be of a later one.
             started = _started(self.pid)
         except (ProcessLookupError, FileNotFoundError) as error:
             raise PeerLostError(f"process {self.pid} has ended: {error}") from error
         except (OSError, OverflowError) as error:
-            raise TransportError(f"process {self.pid} cannot be watched: {error}") from error
+            raise _unwatchable(f"process {self.pid}", error) from error
         if started != self.started:
             raise PeerLostError(f"process {self.pid} of tick {self.started} has ended; another has its id")
         if watch.ended():
@@ -257,3 +279,4 @@ def _keep() -> None:
 
 
 os.register_at_fork(after_in_child=_keep)
+os.register_at_fork(after_in_child=_host.cache_clear)

@@ -182,7 +182,11 @@ class ShmTransport:
                 regions[region.id] = far
         found = _Remote(peer, watch, remote.serial, regions)
         if self._peers.add(peer, found) is found:
-            self._exits.add(peer, watch)
+            try:
+                self._exits.add(peer, watch)
+            except TransportError:
+                self._peers.remove(peer)
+                raise
         return peer
 
     def disconnect(self, peer: Peer) -> None:

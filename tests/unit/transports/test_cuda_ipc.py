@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
 from tests.support.fake_cuda import Allocation, FakeCuda, FakeCudaMemory, fake_cuda_ipc
 from tests.support.rig_parts import Flag
+from tests.support.scarce import no_descriptor
 
 NBYTES = 1 << 16
 TIMEOUT_S = 120.0
@@ -171,6 +173,26 @@ def test_a_peer_may_be_met_before_there_is_memory_of_ones_own(made: CudaIpcTrans
     ticket = end.submit(peer, batch(end.add(noise(NBYTES)), remote, [(0, 0, 10)]))
     assert {event.ticket for _ in range(3) for event in end.events()} == {ticket}  # type: ignore[union-attr]
     same(child.read(remote)[:10], noise(NBYTES)[:10])
+    child.close(0.0)
+
+
+def test_a_peer_whose_process_cannot_be_watched_is_not_kept(
+    made: CudaIpcTransport, child: Child, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was opened of its memory is given back, and a later connect opens it again."""
+    child.open()
+    child.add(np.full(NBYTES, POISON, np.uint8))
+    End(lambda: made, FakeCudaMemory()).add(noise(NBYTES))
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "epoll", no_descriptor)
+        with pytest.raises(TransportError, match="cannot be watched") as caught:
+            made.connect(child.descriptor(), 1.0)
+    assert caught.value.retryable
+    assert len(cuda.opened_by) == 1
+    assert not cuda.opened
+    made.connect(child.descriptor(), 1.0)
+    assert (len(made._exits), len(cuda.opened)) == (1, 1)
+    made.close(0.0)
     child.close(0.0)
 
 

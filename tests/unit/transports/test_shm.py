@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from disagg_kv.transports.memfd import Place
 from disagg_kv.transports.process import LOOK_S
 from tests.support.leftovers import abandoned
 from tests.support.processes import KV, wait
+from tests.support.scarce import no_descriptor
 
 CHILD = """
 import sys
@@ -324,6 +326,21 @@ def test_a_process_that_may_open_no_more_files_is_not_told_that_its_peer_is_lost
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     source.connect(descriptor, 1.0)
+    source.close(0.0)
+    target.close(0.0)
+
+
+def test_a_peer_whose_process_cannot_be_watched_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is left for that: the connect fails and may be repeated, and the next one watches the process."""
+    target, source = ShmTransport(), ShmTransport()
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "epoll", no_descriptor)
+        with pytest.raises(TransportError, match="cannot be watched") as caught:
+            source.connect(target.local_descriptor(), 1.0)
+    assert caught.value.retryable
+    assert (len(source._exits), len(source._peers.all)) == (0, 0)
+    source.connect(target.local_descriptor(), 1.0)
+    assert (len(source._exits), len(source._peers.all)) == (1, 1)
     source.close(0.0)
     target.close(0.0)
 

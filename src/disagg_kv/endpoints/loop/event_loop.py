@@ -452,16 +452,26 @@ class EventLoop:
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
         up, link = linked.up, linked.link
-        if isinstance(link, DisaggKVError):
-            self._peer_effects(self.peers.shut(up.epoch, link, self.now))
-            self.side.on_unreachable(up.hello.address, link)
+        error = link if isinstance(link, DisaggKVError) else self._unwatched(up)
+        if error is not None:
+            self._peer_effects(self.peers.shut(up.epoch, error, self.now))
+            self.side.on_unreachable(up.hello.address, error)
         else:
-            # Not before: who is never reached writes nothing here. An end meanwhile is noticed now.
-            self._process_monitor.watch(up.epoch, up.hello)
             self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
             self.side.on_up(self.remotes[up.epoch])
         for take_in in linked.frames:
             self._guard(take_in)
+
+    def _unwatched(self, up: Up) -> DisaggKVError | None:
+        """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.
+
+        Not before it is reached: until then it writes nothing here. An end meanwhile is noticed now.
+        """
+        try:
+            self._process_monitor.watch(up.epoch, up.hello)
+        except TransportError as exc:
+            return self.connections.refuse(up, exc)
+        return None
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

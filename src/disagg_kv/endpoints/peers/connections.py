@@ -284,6 +284,16 @@ class Connections:
         if link is not None:
             link.error = error
 
+    def refuse(self, up: Up, exc: DisaggKVError) -> DisaggKVError:
+        """A linked peer cannot be used now: disconnect it, as if the attempt had failed with this error.
+
+        Returns the error, with the name of the peer.
+        """
+        error = _failed(exc, up.hello)
+        self.drop(up.epoch)
+        self._fail(up.epoch, error, self._clock())
+        return error
+
     def give_up(self, epoch: Epoch) -> None:
         """The peer is lost: drop the frames that wait for its attempt, and the attempt's result when it comes."""
         link = self._links.get(epoch)

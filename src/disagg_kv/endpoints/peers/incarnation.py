@@ -31,7 +31,7 @@ class Incarnation:
         epoch: its name, never used before or after.
         process: what it runs in.
         watch: how the process of a peer is watched; raises PeerLostError if it has ended, and TransportError if it
-            cannot be seen from here.
+            cannot be seen from here, or (``retryable``) cannot be watched now.
         born: when it began, in nanoseconds since the boot of ``process.host``: of two lives there the later one counts.
         words: how it shares words with other ranks of its instance on this host.
     """

@@ -28,13 +28,19 @@ class ProcessMonitor:
         self._news: list[Epoch] = []
 
     def watch(self, epoch: Epoch, hello: Hello) -> None:
-        """Watch a peer, if it is a process of this host; one of our own process never ends before us."""
+        """Watch a peer, if it is a process of this host; one of our own process never ends before us.
+
+        Raises:
+            TransportError: no descriptor or memory is left to watch it.
+        """
         process = Process(hello.pid, hello.started, hello.host)
         if process == self._own or epoch in self._watches or epoch in self._ended:
             return
         try:
             self._watches.add(epoch, self._watch(process))
-        except TransportError:
+        except TransportError as error:
+            if error.retryable:
+                raise
             return  # another host: only its operator can know
         except PeerLostError:
             self._end(epoch)
