@@ -19,6 +19,7 @@ from attrs import define, field
 from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.engines.sglang.bootstrap import _Place
 from disagg_kv.engines.sglang.cache import Buffers, pool_of
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
 from disagg_kv.memory import Event
@@ -300,7 +301,7 @@ class Decode(Server):
     def knows(self, prefill: Prefill) -> None:
         """The bootstrap server of this prefill server answers from now on."""
         for side in self.sides:
-            side.directory._known[BOOTSTRAP] = prefill.source
+            side.directory._places[BOOTSTRAP] = _Place(prefill.source)
 
     def add(self, room: int, tokens: Sequence[int], address: str = BOOTSTRAP) -> Request:
         """A request."""

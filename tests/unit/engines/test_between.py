@@ -18,6 +18,7 @@ from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.engines.common import KV, CommonCache, common_cache
 from disagg_kv.engines.model import prompt_tag
 from disagg_kv.engines.sglang import cache as sglang
+from disagg_kv.engines.sglang.bootstrap import _Place
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
 from disagg_kv.engines.vllm import cache as vllm
 from disagg_kv.engines.vllm.params import Origin
@@ -253,7 +254,7 @@ def receiver(
 ) -> ReceiverRoom:
     """A request that SGLang's decode server has, with its pages."""
     side = Side(end, rank.page, pool=rank.pool if rows else None)
-    side.directory._known[AT] = Source("P", ADDRESSES["P"][:tp])
+    side.directory._places[AT] = _Place(Source("P", ADDRESSES["P"][:tp]))
     room = ReceiverRoom(side, AT, ROOM)
     room.asked(prompt, None, first)
     room.init(0)

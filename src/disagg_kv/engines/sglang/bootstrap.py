@@ -11,11 +11,12 @@ import logging
 import socket
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from attrs import define
 
 from ...errors import ConfigurationError, PeerLostError, RemoteProtocolError
 from ...rendezvous import Source
@@ -26,11 +27,11 @@ PLACE = "/instance"
 MOST_BYTES = 1 << 20
 """Of a description; 1024 addresses of 1024 characters."""
 ANSWER_S = 5.0
-SOON_S = 0.2
-"""The longest time for which a scheduler waits for an answer."""
 AGAIN_S = 1.0
-FRESH_S = 2 * ANSWER_S
-"""An answer that was asked for longer ago than this is asked for again: another instance may be there."""
+MOST_ASKED = 128
+"""Questions that are open at once. Requests name the addresses."""
+MOST_PLACES = 2 * MOST_ASKED
+"""Addresses that are kept; for another one the oldest goes, one without an instance first."""
 
 
 class BootstrapServer:
@@ -140,52 +141,64 @@ def register(address: str, source: Source, stopped: threading.Event) -> threadin
     return thread
 
 
+@define
+class _Place:
+    """What is known of a bootstrap address. A thread that asks writes here, ``asked`` last."""
+
+    source: Source | None = None
+    problem: str | None = None
+    after: float = 0.0
+    """The next question is asked no sooner."""
+    asked: bool = False
+
+
 class Directory:
-    """The prefill instances that a decode rank knows, by bootstrap address; one thread calls."""
+    """The prefill instances that a decode rank knows, by bootstrap address; one thread calls, and never waits.
+
+    Each question has a thread of its own, so that hosts that do not answer hold up no other. An address that took some
+    time to fail is left alone for as long.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[str, Source] = {}
-        self._asked: dict[str, tuple[float, Future[bytes]]] = {}
-        self._problems: dict[str, str] = {}
-        self._threads = ThreadPoolExecutor(4, "disagg_kv bootstrap")
+        self._places: dict[str, _Place] = {}
 
     def get(self, address: str) -> Source | None:
         """The instance; None: it is not known yet."""
-        return self._known.get(address)
+        return self._places.get(address, _Place()).source
 
     def problem(self, address: str) -> str | None:
         """Why the last question had no answer; None: there was none, or it had."""
-        return self._problems.get(address)
+        return self._places.get(address, _Place()).problem
 
     def ensure(self, address: str) -> bool:
         """Ask, if the instance is not known; False: there is no answer yet, so call again later."""
-        return address in self._known or self.ask(address)
-
-    def ask(self, address: str) -> bool:
-        """Ask, whether the instance is known or not; False: there is no answer yet, so call again later."""
-        now = time.monotonic()
-        since, asked = self._asked.get(address, (now, None))
-        if asked is None or now - since > FRESH_S:
-            since, asked = self._asked[address] = now, self._threads.submit(_ask, address, "GET")
-        if not wait((asked,), SOON_S).done:
-            return False
-        del self._asked[address]
-        try:
-            self._known[address] = _source(address, asked.result())
-        except (PeerLostError, RemoteProtocolError) as exc:
-            self._problems[address] = str(exc)
-            return False
-        self._problems.pop(address, None)
-        return True
+        place = self._places.get(address, _Place())
+        if place.source is not None:
+            return True
+        asked = sum(one.asked for one in self._places.values())
+        if not place.asked and asked < MOST_ASKED and time.monotonic() >= place.after:
+            if address not in self._places and len(self._places) == MOST_PLACES:
+                idle = (one for one, kept in self._places.items() if not kept.asked)
+                del self._places[min(idle, key=lambda one: self._places[one].source is not None)]
+            self._places[address], place.asked = place, True
+            threading.Thread(target=_find, args=(address, place), name="disagg_kv bootstrap", daemon=True).start()
+        return False
 
     def forget(self, instance: str) -> None:
-        """The instance is lost: ask again for where it was. Answers to earlier questions may name it: drop them."""
-        self._known = {address: source for address, source in self._known.items() if source.instance != instance}
-        self._asked.clear()
+        """The instance is lost: ask again for where it was."""
+        for place in self._places.values():
+            if place.source is not None and place.source.instance == instance:
+                place.source = None
 
-    def close(self) -> None:
-        """Ask nothing more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+
+def _find(address: str, place: _Place) -> None:
+    began = time.monotonic()
+    try:
+        place.source, place.problem = _source(address, _ask(address, "GET")), None
+    except (PeerLostError, RemoteProtocolError) as exc:
+        now = time.monotonic()
+        place.problem, place.after = str(exc), 2 * now - began
+    place.asked = False
 
 
 def _source(address: str, content: bytes) -> Source:

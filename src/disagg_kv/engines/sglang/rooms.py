@@ -76,7 +76,6 @@ class Side:
         self._opened = opened
         self.directory = Directory()
         self._met: dict[str, int] = {}
-        self._believed: set[str] = set()
 
     @property
     def closed(self) -> bool:
@@ -104,28 +103,20 @@ class Side:
 
         What it answers is believed until a request has failed or succeeded.
         """
-        known = self.directory.get(address)
-        if known is not None and not self._doubts(known):
-            return True
-        if not self.directory.ask(address):
-            return False
-        found = self.directory.get(address)
-        if found is not None:
-            self._believed.add(found.instance)
-        return True
+        source = self.directory.get(address)
+        if source is not None and self._doubts(source):
+            self.lost(source)
+        return self.directory.ensure(address)
 
     def _doubts(self, source: Source) -> bool:
-        name = source.instance
-        return name not in self._believed and self._connected(source) < self._met.get(name, 0)
+        return self._connected(source) < self._met.get(source.instance, 0)
 
     def met(self, source: Source) -> None:
         """A request of this instance has succeeded: its ranks are connected now."""
         self._met[source.instance] = self._connected(source)
-        self._believed.discard(source.instance)
 
     def lost(self, source: Source) -> None:
-        """A request of this instance has failed because it is lost: it is asked for again."""
-        self._believed.discard(source.instance)
+        """A request of this instance has failed because it is lost, or it is in doubt: it is asked for again."""
         self._met.pop(source.instance, None)
         self.directory.forget(source.instance)
 
@@ -136,7 +127,6 @@ class Side:
 
     def close(self) -> None:
         """End the endpoint."""
-        self.directory.close()
         (self.endpoint if self._opened is None else self._opened).close()
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
 from disagg_kv.engines.sglang import bootstrap
 from disagg_kv.engines.sglang.bootstrap import MOST_BYTES, BootstrapServer, Directory, register
-from disagg_kv.errors import ConfigurationError
+from disagg_kv.errors import ConfigurationError, PeerLostError
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
 
@@ -28,10 +31,8 @@ def server() -> Iterator[BootstrapServer]:
 
 
 @pytest.fixture
-def directory() -> Iterator[Directory]:
-    one = Directory()
-    yield one
-    one.close()
+def directory() -> Directory:
+    return Directory()
 
 
 def ask(server: BootstrapServer, method: str, path: str, body: bytes | None = None, **headers: str) -> int:
@@ -42,10 +43,15 @@ def ask(server: BootstrapServer, method: str, path: str, body: bytes | None = No
     return status
 
 
+def problem(directory: Directory, address: str) -> str:
+    """Why an address has no instance."""
+    wait(lambda: directory.ensure(address) or directory.problem(address) is not None, lambda: address)
+    return directory.problem(address) or ""
+
+
 def test_what_rank_0_registers_is_found(server: BootstrapServer, directory: Directory) -> None:
     address = f"127.0.0.1:{server.port}"
-    assert not directory.ensure(address)
-    assert "no prefill instance of disagg_kv has registered" in (directory.problem(address) or "")
+    assert "no prefill instance of disagg_kv has registered" in problem(directory, address)
     register(address, SOURCE, threading.Event()).join(5)
     wait(lambda: directory.ensure(address), lambda: str(directory.problem(address)))
     assert directory.get(address) == SOURCE
@@ -66,30 +72,6 @@ def test_an_instance_that_is_lost_is_asked_for_again(server: BootstrapServer, di
     assert directory.get(address) is None
     wait(lambda: directory.ensure(address), lambda: "the second")
     assert directory.get(address) == again
-
-
-def test_an_answer_that_is_out_of_date_is_asked_for_again(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was asked for before the instance was lost, or long ago, may name a server that is gone."""
-    names, go = iter("abc"), threading.Event()
-
-    def answer(address: str, method: str) -> bytes:
-        name = next(names)
-        assert go.wait(5)
-        return json.dumps({"instance": name, "addresses": []}).encode()
-
-    monkeypatch.setattr(bootstrap, "_ask", answer)
-    monkeypatch.setattr(bootstrap, "SOON_S", 0.01)
-    assert not directory.ensure("host:1")
-    directory.forget("another")
-    assert not directory.ensure("host:1")
-    monkeypatch.setattr(bootstrap, "FRESH_S", 0.0)
-    assert not directory.ensure("host:1")
-    monkeypatch.setattr(bootstrap, "FRESH_S", 60.0)
-    go.set()
-    wait(lambda: directory.ensure("host:1"), lambda: "the answer")
-    assert directory.get("host:1") == Source("c")
 
 
 def test_registration_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +148,7 @@ def test_requests_that_make_no_sense(server: BootstrapServer) -> None:
 def test_an_answer_that_describes_no_instance(server: BootstrapServer, directory: Directory, content: bytes) -> None:
     address = f"127.0.0.1:{server.port}"
     assert ask(server, "PUT", "/instance", content) == 204
-    assert not directory.ensure(address)
-    assert "describes no instance" in (directory.problem(address) or "")
+    assert "describes no instance" in problem(directory, address)
     assert directory.get(address) is None
 
 
@@ -176,8 +157,7 @@ def test_another_server_at_that_address(directory: Directory) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever).start()
         address = f"127.0.0.1:{server.server_address[1]}"
-        assert not directory.ensure(address)
-        assert "status 501" in (directory.problem(address) or "")
+        assert "status 501" in problem(directory, address)
         server.shutdown()
 
 
@@ -196,19 +176,106 @@ NOWHERE = (
 
 @pytest.mark.parametrize("address", NOWHERE)
 def test_addresses_at_which_nothing_answers(directory: Directory, address: str) -> None:
-    wait(lambda: directory.ensure(address) or directory.problem(address) is not None, lambda: address)
+    assert problem(directory, address)
     assert directory.get(address) is None
-    assert directory.problem(address)
 
 
-def test_a_slow_server_does_not_hold_up_the_scheduler(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    answer = json.dumps({"instance": "a", "addresses": []}).encode()
-    monkeypatch.setattr(bootstrap, "_ask", lambda address, method: answer if go.wait(5) else b"")
-    monkeypatch.setattr(bootstrap, "SOON_S", 0.01)
+@contextmanager
+def silent(accepts: bool) -> Iterator[int]:
+    """A port at which nothing answers, at each address of the loopback; it accepts connections or not."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("0.0.0.0", 0), backlog=512 if accepts else 0))
+        port = listener.getsockname()[1]
+        while not accepts:  # the kernel accepts until the backlog is full
+            one = stack.enter_context(socket.socket())
+            one.settimeout(0.1)
+            try:
+                one.connect(("127.0.0.1", port))
+            except TimeoutError:
+                break
+        yield port
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize("count", [1, 50])
+def test_silent_hosts_hold_up_neither_the_scheduler_nor_an_instance_that_answers(
+    server: BootstrapServer, directory: Directory, monkeypatch: pytest.MonkeyPatch, count: int, accepts: bool
+) -> None:
+    """No host gives up while the test waits: a thread that asks them one by one would never come to the good one."""
+    monkeypatch.setattr(bootstrap, "ANSWER_S", 300.0)
+    good = f"127.0.0.1:{server.port}"
+    register(good, SOURCE, threading.Event()).join(5)
+    with silent(accepts) as port:
+        hosts = [f"127.0.1.{number}:{port}" for number in range(1, count + 1)]
+        began = time.monotonic()
+        assert not any(directory.ensure(host) for host in hosts)
+        assert time.monotonic() - began < 5
+        wait(lambda: [directory.ensure(host) for host in (*hosts, good)][-1], lambda: str(directory.problem(good)))
+        assert directory.get(good) == SOURCE
+        assert not any(directory.problem(host) for host in hosts)
+
+
+class Hosts:
+    """Every address has one; they answer once they ``go``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.go = threading.Event()
+        monkeypatch.setattr(bootstrap, "_ask", self.answer)
+
+    def answer(self, address: str, method: str) -> bytes:
+        self.asked.append(address)
+        assert self.go.wait(60)
+        if address.startswith("none"):
+            raise PeerLostError("nothing there")
+        return json.dumps({"instance": address, "addresses": []}).encode()
+
+
+def test_an_address_is_asked_one_question_at_a_time(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(monkeypatch)
+    assert not any(directory.ensure("host:1") for _ in range(9))
+    directory.forget("host:1")
     assert not directory.ensure("host:1")
-    assert not directory.ensure("host:1")
-    assert directory.problem("host:1") is None
-    go.set()
+    hosts.go.set()
     wait(lambda: directory.ensure("host:1"), lambda: "the answer")
-    assert directory.get("host:1") == Source("a")
+    assert hosts.asked == ["host:1"]
+
+
+def test_an_address_that_took_long_to_fail_is_left_alone_for_as_long(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, now = Hosts(monkeypatch), [100.0]
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert not directory.ensure("none:1")
+    wait(lambda: bool(hosts.asked), lambda: "the question")
+    now[0] = 104.0
+    hosts.go.set()
+    wait(lambda: directory.problem("none:1") is not None, lambda: "the end")
+    now[0] = 107.9
+    assert not any(directory.ensure("none:1") for _ in range(9))
+    assert hosts.asked == ["none:1"]
+    now[0] = 108.0
+    wait(lambda: directory.ensure("none:1") or len(hosts.asked) == 2, lambda: "the second question")
+
+
+def test_of_too_many_addresses_those_without_an_instance_go_first(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "MOST_PLACES", 3)
+    hosts = Hosts(monkeypatch)
+    hosts.go.set()
+    assert problem(directory, "none:1")
+    for address in ("a:1", "b:1", "c:1"):
+        wait(lambda: directory.ensure(address), lambda: "the answer")  # noqa: B023
+    assert not directory.problem("none:1")
+    wait(lambda: directory.ensure("d:1"), lambda: "the answer")
+    assert [directory.get(address) is not None for address in ("a:1", "b:1", "c:1", "d:1")] == [False, True, True, True]
+
+
+def test_questions_that_are_open_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MOST_ASKED", 2)
+    hosts = Hosts(monkeypatch)
+    assert not any(directory.ensure(address) for address in ("none:1", "none:2", "a:1"))
+    wait(lambda: sorted(hosts.asked) == ["none:1", "none:2"], lambda: str(hosts.asked))
+    hosts.go.set()
+    wait(lambda: directory.ensure("a:1"), lambda: "the answer")

@@ -207,7 +207,7 @@ def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair, monkeypatch: py
     wait(lambda: d.over(2), lambda: str(d.ended))
     assert asked == [BOOTSTRAP]
     assert side.directory.get(BOOTSTRAP) is None
-    assert side.ensure(BOOTSTRAP)
+    wait(lambda: side.ensure(BOOTSTRAP), lambda: "the answer")
     assert side.source_at(BOOTSTRAP) == p.source
 
 
@@ -272,7 +272,7 @@ def test_another_instance_at_an_address_is_asked_for(pair: Pair) -> None:
     p, d = pair()
     side = d.sides[0]
     earlier = Source("sglang earlier", p.source.addresses)
-    side.directory._known[BOOTSTRAP] = earlier
+    side.directory._places[BOOTSTRAP] = bootstrap._Place(earlier)
     d.add(1, prompt(9))
     wait(lambda: d.over(1), lambda: str(d.ended))
     assert "sglang earlier" in d.ended[1]
@@ -385,7 +385,8 @@ def test_no_bootstrap_server_is_named(pair: Pair) -> None:
     address = "127.0.0.1:1"
     room = ReceiverRoom(d.sides[0], address, 5)
     assert room.poll() is Poll.BOOTSTRAPPING
-    assert not d.sides[0].directory.ensure(address)
+    directory = d.sides[0].directory
+    wait(lambda: directory.ensure(address) or directory.problem(address) is not None, lambda: address)
     room.abort()
     assert room.poll() is Poll.FAILED
     with pytest.raises(Exception, match=f"bootstrap server {address} does not answer"):
