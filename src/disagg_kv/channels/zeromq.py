@@ -231,8 +231,12 @@ class ZmqChannel(Waits):
             return False
         link = self._links.get(address)
         if link is None:
-            plain, key = (address, "") if self._keys is None else split_key(address)
-            if (reason := _refusal(plain, self._anywhere)) is not None:
+            plain, key = split_key(address)
+            reason = _refusal(plain, self._anywhere or bool(key))
+            if reason is None and bool(key) is (self._keys is None):
+                has = ("a public key", "has no keys") if key else ("no public key", "has keys")
+                reason = "the address has {}, and this channel {}; both sides need keys, or neither".format(*has)
+            if reason is not None:
                 return self._deny(address, f"a ZeroMQ channel does not send there: {reason}")
             if self._keys is not None and not self._keys.allow(key):
                 return self._deny(address, "")
@@ -305,7 +309,7 @@ class ZmqChannel(Waits):
         self._epoll.close()
 
     def _connect(self, address: str, state: _State) -> _Link:
-        plain, key = (address, "") if self._keys is None else split_key(address)
+        plain, key = split_key(address)
         push = self._context.socket(zmq.PUSH)
         push.setsockopt(zmq.LINGER, 0)
         push.setsockopt(zmq.SNDHWM, self._high_water)
