@@ -17,6 +17,8 @@ from ..errors import ConfigurationError
 _KEY = r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
 """32 bytes in Z85 (ZeroMQ RFC 32)."""
 
+_REMEDY = "remedy: disagg-kv keys FOLDER NAME"
+
 
 @frozen
 class Keys:
@@ -69,13 +71,13 @@ class Keys:
             own = zmq.auth.load_certificate(secret)[1]
             public = zmq.auth.load_certificates(allowed)
         except (OSError, ValueError) as exc:
-            raise ConfigurationError(f"keys of {secret}, allowed {allowed}: {exc}") from exc
+            raise ConfigurationError(f"keys of {secret}, allowed {allowed}: {exc}; {_REMEDY}") from exc
         if mode & 0o077:
             raise ConfigurationError(f"secret key {secret}: others may read it; remedy: chmod 600 {secret}")
         if own is None:
             raise ConfigurationError(f"secret key {secret}: the file has only a public key")
         if not public:
-            raise ConfigurationError(f"allowed keys {allowed}: there is no *.key file")
+            raise ConfigurationError(f"allowed keys {allowed}: there is no *.key file; {_REMEDY}")
         return cls(own.decode("ascii", "replace"), frozenset(key.decode("ascii", "replace") for key in public))
 
     def allow(self, key: str) -> bool:

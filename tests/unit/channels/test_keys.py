@@ -262,10 +262,10 @@ class TestKeys:
         public.chmod(0o600)
         with pytest.raises(ConfigurationError, match="only a public key"):
             Keys.load(public, tmp_path)
-        with pytest.raises(ConfigurationError, match="nothing_here"):
+        with pytest.raises(ConfigurationError, match=r"nothing_here.*remedy: disagg-kv keys FOLDER NAME"):
             Keys.load(tmp_path / "nothing_here", tmp_path)
         public.unlink()
-        with pytest.raises(ConfigurationError, match=r"no \*.key file"):
+        with pytest.raises(ConfigurationError, match=r"no \*.key file; remedy: disagg-kv keys FOLDER NAME"):
             Keys.load(secret, tmp_path)
 
     @pytest.mark.parametrize("bad", ["", "short", 39 * "x", 41 * "x", 40 * '"', 40 * "\u00e9", 40 * "#"])
