@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from attrs import evolve, frozen
 
-from ..ids import LayerId
+from ..ids import LayerId, room_text
 from .formats import CONVERSIONS, conversion
 from .layout import Plane, PlaneConversion, Site
 from .shard import Holding, Shard
@@ -54,7 +54,7 @@ def difference(source: CacheSpec, target: CacheSpec) -> Difference | None:
             return found
     if source.model != target.model:
         # Last: a digest says less than a size or a type that differs, too.
-        return Difference("spec.model", source.model.hex(), target.model.hex())
+        return Difference("spec.model", room_text(source.model), room_text(target.model))
     return None
 
 

@@ -146,3 +146,12 @@ def test_a_converted_pool_gives_the_aux_rows_of_its_pool() -> None:
     converted = ConvertedPool(pool, BF16.cast(E4M3))
     converted.write_aux(1, b"abcd")
     assert (converted.aux_bytes, converted.read_aux(1), pool.read_aux(1)) == (4, b"abcd", b"abcd")
+
+
+@pytest.mark.parametrize(("model", "shown"), [(b"llama-3", "llama-3"), (b"\xff\x00", "ff00"), (b"", "")])
+def test_models_that_are_text_are_shown_as_text(model: bytes, shown: str) -> None:
+    """A digest is shown as its hex digits."""
+    ours, theirs = (CacheSpec.kv(2, 4, 8, "float16", model=one) for one in (model, b"qwen"))
+    found = difference(ours, theirs)
+    assert found is not None
+    assert (found.field, found.source, found.target) == ("spec.model", shown, "qwen")
