@@ -127,7 +127,7 @@ class TestGrants:
         """Counted, and nothing is written."""
         scene.asked()
         grant = {"segment": WHOLE, "ask": 0, "lease": 0, "offset": 0, "nbytes": PART}
-        scene.from_decode(f.Grant, generation=1, **grant)
+        scene.from_decode(f.Grant, generation=9, **grant)
         scene.from_decode(f.Grant, src=bytes(16), **grant)
         scene.from_decode(f.Grant, dst=bytes(16), **grant)
         scene.rig.wait(0.1)
@@ -135,6 +135,13 @@ class TestGrants:
         assert scene.counted(scene.prefills, "frames.stale") == 2
         assert not scene.transport.batches
         scene.goes_on()
+
+    def test_late_in_a_room_that_has_ended_well(self, scene: Scene) -> None:
+        """No refusal: the end of a room overtakes what decode had repeated."""
+        scene.request.send(ROWS).finish().landed()
+        scene.from_decode(f.Grant, segment=WHOLE, ask=0, lease=0, offset=0, nbytes=PART)
+        scene.rig.wait(0.1)
+        assert scene.counted(scene.prefills, "frames.unknown_room") == 0
 
 
 class TestNotices:

@@ -88,7 +88,7 @@ class PrefillSide(PrefillRooms, SideWithoutWords):
             self._on_expect(frame)
         elif isinstance(frame, Abort):
             self._on_abort(frame)
-        else:
+        elif self._loop.tombstones.outcome(epoch, Generation(frame.generation)) in (None, RoomOutcome.EVICTED):
             self._loop.observer.count("frames.unknown_room")
 
     def _on_expect(self, frame: Expect, *, parked: bool = False) -> None:
