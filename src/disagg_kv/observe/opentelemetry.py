@@ -218,6 +218,8 @@ def _named(room: RoomId) -> dict[str, str]:
 def _of(span: Span) -> dict[str, str | int]:
     """The attributes of a span."""
     found: dict[str, str | int] = {PREFIX + name: text for name, text in span.labels.items() if name != "error"}
+    if span.name == "room":
+        found[f"{PREFIX}segments"] = int(span.labels["segments"])
     if span.nbytes:
         found[f"{PREFIX}bytes"] = span.nbytes
     return found
