@@ -359,6 +359,11 @@ def text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
+def lasting(seconds: float) -> str:
+    """How long something took, as messages say it."""
+    return f"{seconds:.1f} s" if seconds >= 0.05 else "less than 0.1 s"
+
+
 def without_frames(error: BaseException) -> None:
     """Remove the tracebacks of a stored error: their frames would keep process watches and file descriptors alive."""
     link: BaseException | None = error

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from attrs import define
 
-from ...errors import PeerLostError
+from ...errors import PeerLostError, lasting
 from ..base import Options
 from ..timers import Timers
 from ..wire.frames import Hello
@@ -97,7 +97,7 @@ class Dials:
             dial.wanted_at = now
             if not dial.failed:
                 return []
-            still = f"{dial.failed}; still so {now - dial.since:.1f} s after the first attempt"
+            still = f"{dial.failed}; still so {lasting(now - dial.since)} after the first attempt"
             return [Unreachable(address, PeerLostError(still, address=address))]
         again = lost or address in self._absent
         patience_s = min(o.closed_s, o.silence_s) if again else o.silence_s
@@ -168,7 +168,7 @@ class Dials:
             return f"no answer from {address} within {dial.patience_s:g} s"
         if dial.closed is None or seen - dial.closed < dial.grace_s(self._options):
             return ""
-        for_s = f"{now - dial.closed:.1f} s"
+        for_s = lasting(now - dial.closed)
         if dial.opened:
             return f"peer at {address}: its connection broke {for_s} ago, before it said who it is"
         return f"peer at {address}: no process listens there, for {for_s}"

@@ -38,6 +38,7 @@ from ...errors import (
     IncompatiblePeerError,
     PeerLostError,
     RemoteProtocolError,
+    lasting,
 )
 from ...ids import Epoch
 from ..base import Lost, Options
@@ -439,10 +440,10 @@ class PeerTable(PeerLives):
         """Something may be due for a peer that is not lost."""
         o, used = self._options, peer.used_since is not None
         if used and seen - peer.heard >= o.silence_s:
-            silent = f"{peer.name}: silent for {seen - peer.heard:.1f} s"
+            silent = f"{peer.name}: silent for {lasting(seen - peer.heard)}"
             return [self._lose(epoch, peer, PeerLostError(silent, **peer.who), now)]
         if peer.closed is not None and seen - peer.closed >= o.closed_s:
-            broke = f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago"
+            broke = f"{peer.name}: its connection broke {lasting(now - peer.closed)} ago"
             return [self._lose(epoch, peer, PeerLostError(broke, **peer.who), now)]
         beat_at = peer.beat_at(self._options, now)
         if beat_at is None or now < beat_at - ROUNDING_S:

@@ -17,7 +17,7 @@ from attrs import define, frozen
 
 from ...core import MAX_RANKS, Options
 from ...core.room.machine import ours
-from ...errors import CapacityError, DisaggKVError, PeerLostError, RemoteProtocolError, text_of, without_frames
+from ...errors import CapacityError, DisaggKVError, PeerLostError, RemoteProtocolError, lasting, text_of, without_frames
 from ...ids import Rank
 from ...rendezvous import Rendezvous, Source, SupportsWithdraw
 from .background import Background
@@ -193,7 +193,7 @@ class Directory:
         now = self._clock()
         while self._asked and now - (ask := next(iter(self._asked.values()))).at >= self._options.closed_s:
             del self._asked[ask.source]
-            error = PeerLostError(f"instance {ask.source.instance!r}: no answer for {now - ask.at:.1f} s")
+            error = PeerLostError(f"instance {ask.source.instance!r}: no answer for {lasting(now - ask.at)}")
             out.append(LookupResult(ask.source, None, error))
         return out
 
