@@ -18,6 +18,7 @@
     ├── TransportError                a write or a connection failed; see ``retryable``
     │   └── RegistrationError         memory that a transport cannot use
     ├── PeerLostError                 the peer is gone or silent
+    │   ├── StoreUnreachableError     the store of a rendezvous cannot be reached
     │   └── InstanceClosedError       a rank of the instance has closed and withdrawn its address
     ├── DeadlineError                 the room did not end within its own deadline
     ├── AbortedError                  one of the two engines aborted the room
@@ -55,6 +56,7 @@ __all__ = [
     "QuarantineFullError",
     "RegistrationError",
     "RemoteProtocolError",
+    "StoreUnreachableError",
     "SupersededError",
     "TransportError",
     "UnknownNameError",
@@ -294,6 +296,12 @@ class PeerLostError(DisaggKVError):
 
     code = "peer_lost"
     retryable = True
+
+
+class StoreUnreachableError(PeerLostError):
+    """The store of a rendezvous, for example etcd, cannot be reached or does not answer."""
+
+    code = "store_unreachable"
 
 
 class InstanceClosedError(PeerLostError):

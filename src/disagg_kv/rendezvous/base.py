@@ -55,7 +55,7 @@ class Rendezvous(Protocol):
 
         Raises:
             ConfigurationError: a rank outside ``[0, world)``.
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
         """
         ...
 
@@ -64,7 +64,8 @@ class Rendezvous(Protocol):
 
         Raises:
             InstanceClosedError: a rank was withdrawn; rooms that wait for the instance fail.
-            PeerLostError: the store cannot be reached. Any other error harms only rooms that wait for the instance.
+            StoreUnreachableError: the store cannot be reached. Any other error harms only rooms that wait for the
+                instance.
         """
         ...
 
@@ -77,6 +78,6 @@ class SupportsWithdraw(Protocol):
         """Withdraw the last address that this object published for the rank, unless another process has replaced it.
 
         Raises:
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
         """
         ...

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from .. import arguments
-from ..errors import ConfigurationError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from ..errors import ConfigurationError, LocalProtocolError, RemoteProtocolError, StoreUnreachableError
 from ..ids import Rank
 from .records import check_rank
 from .store import Store
@@ -39,7 +39,7 @@ class StoreMinimum:
 
     Every rank calls ``say`` with its number. It then calls ``agreed`` until there is an answer, or ``drop``. The last
     rank to finish removes the question from the store. Questions of a process that has ended stay there. A call that
-    raised ``PeerLostError`` may be repeated, even if it took effect.
+    raised ``StoreUnreachableError`` may be repeated, even if it took effect.
 
     Args:
         store: a store that every rank reaches.
@@ -78,7 +78,7 @@ class StoreMinimum:
         Raises:
             ConfigurationError: a negative number.
             LocalProtocolError: our number is published already, and there is no answer yet.
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
         """
         arguments.text(question, "question")
         number = arguments.count(number, f"{question!r}: number", least=-_MOST, most=1 << 80)
@@ -97,7 +97,7 @@ class StoreMinimum:
 
         Raises:
             LocalProtocolError: our number is not published, or we have the answer already.
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
             RemoteProtocolError: the question's keys hold something else.
         """
         arguments.text(question, "question")
@@ -121,7 +121,7 @@ class StoreMinimum:
         happens.
 
         Raises:
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
         """
         arguments.text(question, "question")
         try:
@@ -181,5 +181,5 @@ class StoreMinimum:
             raise RemoteProtocolError(f"{question!r}: the store holds {value[:64]!r}, which is no number of rows")
         return number
 
-    def _unreachable(self, question: str, exc: Exception) -> PeerLostError:
-        return PeerLostError(f"{question!r}: the store of instance {self._instance!r} cannot be reached: {exc}")
+    def _unreachable(self, question: str, exc: Exception) -> StoreUnreachableError:
+        return StoreUnreachableError(f"{question!r}: the store of instance {self._instance!r} cannot be reached: {exc}")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from .. import arguments
 from ..core import MAX_RANKS
-from ..errors import InstanceClosedError, PeerLostError, RemoteProtocolError
+from ..errors import InstanceClosedError, RemoteProtocolError, StoreUnreachableError
 from ..ids import Rank
 from .base import Source
 from .records import check_rank, check_world
@@ -65,7 +65,7 @@ class StoreRendezvous:
 
         Raises:
             ConfigurationError: a rank outside ``[0, world)``, or a different world size than other ranks published.
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
             RemoteProtocolError: the instance's key holds something else.
         """
         rank, world = check_rank(instance, rank, world)
@@ -83,7 +83,7 @@ class StoreRendezvous:
         """See :class:`~disagg_kv.rendezvous.SupportsWithdraw`.
 
         Raises:
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
         """
         rank = Rank(arguments.count(rank, "rank"))
         value = self._published.pop((arguments.text(instance, "instance"), rank), None)
@@ -96,7 +96,7 @@ class StoreRendezvous:
 
         Raises:
             InstanceClosedError: a rank has closed and is not back.
-            PeerLostError: the store cannot be reached.
+            StoreUnreachableError: the store cannot be reached.
             RemoteProtocolError: the instance's keys hold something else.
         """
         instance = arguments.one(source, "source", Source).instance
@@ -120,7 +120,8 @@ class StoreRendezvous:
             try:
                 yield
             except RuntimeError as exc:
-                raise PeerLostError(f"instance {instance!r}: the rendezvous store cannot be reached: {exc}") from exc
+                away = f"instance {instance!r}: the rendezvous store cannot be reached: {exc}"
+                raise StoreUnreachableError(away) from exc
 
 
 def _key(prefix: str, instance: str, rank: int | None = None) -> str:

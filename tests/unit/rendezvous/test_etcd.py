@@ -25,6 +25,7 @@ from disagg_kv.errors import (
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
+    StoreUnreachableError,
 )
 from disagg_kv.ids import Rank
 from disagg_kv.rendezvous import EtcdRendezvous, Source
@@ -417,7 +418,7 @@ def test_a_port_that_answers_no_http_is_a_lost_peer(make: Make) -> None:
         done = pool.submit(garbage)
         one = make(f"http://127.0.0.1:{listener.getsockname()[1]}")
         for call in calls(one):
-            with pytest.raises(PeerLostError, match="cannot be reached"):
+            with pytest.raises(StoreUnreachableError, match="cannot be reached"):
                 call()
         done.result()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg_kv.errors import DisaggKVError, PeerLostError, SupersededError
+from disagg_kv.errors import DisaggKVError, PeerLostError, StoreUnreachableError, SupersededError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Rank, RoomId
 from disagg_kv.rendezvous import EtcdRendezvous, Source
@@ -120,9 +120,9 @@ def test_what_is_known_can_be_looked_up_while_etcd_is_away(server: EtcdServer, m
         assert _lost(reader, "decode")
         assert _lost(reader, "unknown")
     assert time.monotonic() - began < 1.0
-    with pytest.raises(PeerLostError, match=f"etcd at {server.url} cannot be reached"):
+    with pytest.raises(StoreUnreachableError, match=f"etcd at {server.url} cannot be reached"):
         one.publish("decode", Rank(1), 2, "one")
-    with pytest.raises(PeerLostError, match=f"etcd at {server.url} cannot be reached"):
+    with pytest.raises(StoreUnreachableError, match=f"etcd at {server.url} cannot be reached"):
         make().lookup(Source("prefill"))
     server.start()
     one.publish("decode", Rank(1), 2, "one")

@@ -18,8 +18,8 @@ from disagg_kv.errors import (
     InstanceClosedError,
     LocalProtocolError,
     MissingDependencyError,
-    PeerLostError,
     RemoteProtocolError,
+    StoreUnreachableError,
 )
 from disagg_kv.ids import Rank
 from disagg_kv.rendezvous import (
@@ -263,16 +263,16 @@ class TestStore:
         left.publish("prefill", Rank(0), 1, "address")
         assert right.lookup(Source("prefill")) is None
 
-    def test_a_store_that_went_away_is_a_lost_peer(self) -> None:
+    def test_a_store_that_went_away_is_named(self) -> None:
         """Every call says so; none waits."""
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=120))
         found = StoreRendezvous(client)
         found.publish("prefill", Rank(0), 1, "address")
         del store
-        with pytest.raises(PeerLostError, match="'prefill'"):
+        with pytest.raises(StoreUnreachableError, match="'prefill'"):
             found.lookup(Source("prefill"))
-        with pytest.raises(PeerLostError, match="'prefill'"):
+        with pytest.raises(StoreUnreachableError, match="'prefill'"):
             found.publish("prefill", Rank(0), 1, "address")
 
     @pytest.mark.parametrize(

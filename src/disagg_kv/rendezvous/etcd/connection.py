@@ -24,8 +24,8 @@ from ...errors import (
     CapacityError,
     ConfigurationError,
     DisaggKVError,
-    PeerLostError,
     RemoteProtocolError,
+    StoreUnreachableError,
     text_of,
 )
 
@@ -128,7 +128,7 @@ class EtcdConnection:
             CapacityError: etcd is full.
             ConfigurationError: wrong user, password, certificate, permission or version, or no etcd at all.
             LeaseGoneError: the request's lease has expired.
-            PeerLostError: no member can be reached.
+            StoreUnreachableError: no member can be reached.
             RemoteProtocolError: it answered something else.
         """
         with self._lock:
@@ -136,7 +136,7 @@ class EtcdConnection:
             for member in list(self._members):
                 try:
                     return self._call(member, request)
-                except PeerLostError as exc:
+                except StoreUnreachableError as exc:
                     failures.append(exc)
                     member.ready = False
                     # The next call begins with another member.
@@ -187,7 +187,7 @@ class EtcdConnection:
         """Open a watch at the member that answered last.
 
         Raises:
-            PeerLostError: it cannot be reached.
+            StoreUnreachableError: it cannot be reached.
         """
         with self._lock:
             member = self._members[0]
@@ -223,17 +223,17 @@ class WatchStream:
         Raises:
             CompactedError: the watch began at a forgotten revision.
             ConfigurationError: the user may not watch these keys.
-            PeerLostError: the stream has ended.
+            StoreUnreachableError: the stream has ended.
             RemoteProtocolError: it holds something else.
         """
         try:
             for line in self._lines():
                 yield self._message(line)
         except (requests.RequestException, OSError) as exc:
-            raise PeerLostError(f"etcd at {self._name}: the watch has ended: {text_of(exc)}") from exc
+            raise StoreUnreachableError(f"etcd at {self._name}: the watch has ended: {text_of(exc)}") from exc
         finally:
             self._response.close()
-        raise PeerLostError(f"etcd at {self._name}: the watch has ended")
+        raise StoreUnreachableError(f"etcd at {self._name}: the watch has ended")
 
     def _lines(self) -> Iterator[bytes]:
         """A message is a line; HTTP's chunks may cut it anywhere."""
@@ -252,7 +252,7 @@ class WatchStream:
                     raise CompactedError
                 if "permission denied" in reason:
                     raise ConfigurationError(f"etcd at {self._name}: {reason}")
-                raise PeerLostError(f"etcd at {self._name} ended the watch: {reason}")
+                raise StoreUnreachableError(f"etcd at {self._name} ended the watch: {reason}")
             case {"result": dict(result)}:
                 return result
         raise RemoteProtocolError(f"etcd at {self._name} sent {line[:64]!r} in a watch")
@@ -296,7 +296,7 @@ def _ours(name: str, exc: Exception) -> DisaggKVError | LeaseGoneError:
             _, message = _refusal(exc)
             if "SSL" in message or "CERTIFICATE" in message:
                 return ConfigurationError(f"{where}: TLS: {message}")
-            return PeerLostError(f"{where} cannot be reached: {message}")
+            return StoreUnreachableError(f"{where} cannot be reached: {message}")
         case Etcd3Exception():
             return _refused(where, *_refusal(exc))
         case requests.exceptions.SSLError():
@@ -304,7 +304,7 @@ def _ours(name: str, exc: Exception) -> DisaggKVError | LeaseGoneError:
         case requests.exceptions.JSONDecodeError():
             return RemoteProtocolError(f"{where} answered what is no JSON: {text_of(exc)}")
         case requests.RequestException():
-            return PeerLostError(f"{where} cannot be reached: {text_of(exc)}")
+            return StoreUnreachableError(f"{where} cannot be reached: {text_of(exc)}")
     return RemoteProtocolError(f"{where} answered something else than asked for: {type(exc).__name__}: {text_of(exc)}")
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from ...errors import ConfigurationError, PeerLostError, RemoteProtocolError
+from ...errors import ConfigurationError, RemoteProtocolError, StoreUnreachableError
 from ...ids import Rank
 from ..records import check_world
 from .address_table import AddressTable
@@ -164,7 +164,8 @@ class Registrations:
         try:
             return self._once(body)
         except LeaseGoneError as exc:
-            raise PeerLostError(f"etcd is slow: a new lease of {self._lease_s} s had expired when it was used") from exc
+            late = f"etcd is slow: a new lease of {self._lease_s} s had expired when it was used"
+            raise StoreUnreachableError(late) from exc
 
     def _once(self, body: Callable[[int], Body]) -> Mapping[str, Any]:
         if self._lease is None:

@@ -18,8 +18,8 @@ from ...errors import (
     DisaggKVError,
     LocalProtocolError,
     MissingDependencyError,
-    PeerLostError,
     RemoteProtocolError,
+    StoreUnreachableError,
     text_of,
 )
 from ...ids import Rank
@@ -113,7 +113,7 @@ class EtcdRendezvous:
             ConfigurationError: a rank outside ``[0, world)``, a different world size than other ranks published, or
                 etcd refuses the user or has another version.
             LocalProtocolError: it is closed, or belongs to another process.
-            PeerLostError: etcd cannot be reached.
+            StoreUnreachableError: etcd cannot be reached.
             RemoteProtocolError: etcd answered something else.
         """
         rank, world = check_rank(instance, rank, world)
@@ -130,7 +130,7 @@ class EtcdRendezvous:
         """See :class:`~disagg_kv.rendezvous.SupportsWithdraw`.
 
         Raises:
-            PeerLostError: etcd cannot be reached; the rank vanishes with its lease.
+            StoreUnreachableError: etcd cannot be reached; the rank vanishes with its lease.
         """
         rank = Rank(arguments.count(rank, "rank"))
         self._home.check()
@@ -143,7 +143,7 @@ class EtcdRendezvous:
             ConfigurationError: etcd refuses the user or has another version.
             InstanceClosedError: a rank has closed and is not back.
             LocalProtocolError: it is closed, or belongs to another process.
-            PeerLostError: etcd cannot be reached, and what is known of the instance is not complete.
+            StoreUnreachableError: etcd cannot be reached, and what is known of the instance is not complete.
             RemoteProtocolError: the instance's keys hold something else; the error names the key.
         """
         instance = arguments.one(source, "source", Source).instance
@@ -160,9 +160,9 @@ class EtcdRendezvous:
             if error is None and self._is_current():
                 return None
         if error is None:
-            raise PeerLostError(f"instance {instance!r}: no answer of etcd for {self._timeout_s:g} s")
+            raise StoreUnreachableError(f"instance {instance!r}: no answer of etcd for {self._timeout_s:g} s")
         kinds = (ConfigurationError, RemoteProtocolError)
-        kind = next((kind for kind in kinds if isinstance(error, kind)), PeerLostError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), StoreUnreachableError)
         raise kind(f"instance {instance!r}: {error}")
 
     def _is_current(self) -> bool:

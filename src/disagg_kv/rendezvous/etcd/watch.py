@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...errors import DisaggKVError, PeerLostError, RemoteProtocolError, text_of, without_frames
+from ...errors import DisaggKVError, RemoteProtocolError, StoreUnreachableError, text_of, without_frames
 from .address_table import AddressTable, KeyValue
 from .keys import Body, everything
 
@@ -97,7 +97,7 @@ class AddressWatch:
             error: DisaggKVError
             try:
                 self._follow()
-                error = PeerLostError("the watch of etcd has ended")
+                error = StoreUnreachableError("the watch of etcd has ended")
             except DisaggKVError as exc:
                 error = exc
             except Exception as exc:
@@ -127,7 +127,7 @@ class AddressWatch:
         except CompactedError:
             with self._changed:
                 self._resume = False
-            raise PeerLostError("etcd has forgotten the changes since; everything is read again") from None
+            raise StoreUnreachableError("etcd has forgotten the changes since; everything is read again") from None
 
     def _catch_up(self) -> int:
         """The revision from which to watch: that of the table, or that of the keys just read."""
