@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from benchmarks.tables import Found, table
 
 FLEET_ROWS = (
@@ -50,6 +52,20 @@ def scale(found: Found) -> str:
         "per peer."
     )
     return f"{said}\n\n{table([head, *rows])}"
+
+
+def recovery(found: Found) -> str:
+    """How long a killed prefill process keeps pages of a decode engine."""
+    head = ["transport", "strategy", "path", "failed, s", "released, s", "at most, s"]
+    rows = (
+        [
+            *(one[name] for name in ("transport", "strategy", "path")),
+            *(f"{median(one[name]):.3f}" for name in ("failed", "released")),
+            f"{max(one['released']):.3f}",
+        ]
+        for one in found["rows"]
+    )
+    return f"{len(found['rows'][0]['failed'])} kills of each kind; medians.\n\n{table([head, *rows])}"
 
 
 def links(found: Found) -> str:

@@ -17,7 +17,7 @@ from statistics import median
 from benchmarks.convert_tables import converted
 from benchmarks.engine_tables import sglang, vllm
 from benchmarks.engines_gpu.tables import headline, ratios, whole
-from benchmarks.fleet_tables import fleet, links, scale
+from benchmarks.fleet_tables import fleet, links, recovery, scale
 from benchmarks.mapped_tables import (
     bells,
     gpu_advance,
@@ -577,6 +577,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "mutants.json": mutants,
     "simulation.json": simulation,
     "cpu_links.json": links,
+    "cpu_recovery.json": recovery,
     "cpu_scale.json": scale,
     "cpu_fleet.json": fleet,
     "cpu_fleet_minute.json": fleet,
