@@ -1,7 +1,7 @@
 """How long a killed prefill process keeps the pages of a decode engine, by transport and strategy, on one host.
 
-Two processes. A first request lands, so that decode knows whether its pool is mapped. Of the next one half of the rows are
-sent, then prefill is killed: *failed* is when decode's engine knows it, *released* when it may free the pages.
+Two processes. A first request lands, so that decode knows whether its pool is mapped. Of the next one half of the rows
+are sent, then prefill is killed: *failed* is when decode's engine knows it, *released* when it may free the pages.
 
     python -m benchmarks.recovery --json benchmarks/results/cpu_recovery.json
 """
@@ -21,7 +21,7 @@ from attrs import asdict, frozen
 
 from bench.machine import Machine
 from disagg_kv import Options
-from tests.support.processes import Cluster, Knobs
+from tests.support.processes import Cluster, Knobs, Look
 
 TOKENS = 256
 OPTIONS = Options()
@@ -38,6 +38,11 @@ class Recovery:
     released: tuple[float, ...]
 
 
+def landed(look: Look) -> bool:
+    """A request is over, or some of its rows are there."""
+    return look.released or (look.nbytes > 0 and look.phase == "MOVING")
+
+
 def measured(folder: Path, transport: str, strategy: str, kills: int) -> Recovery:
     """Kill as many prefill processes beside one decode process."""
     cluster = Cluster(folder)
@@ -48,13 +53,12 @@ def measured(folder: Path, transport: str, strategy: str, kills: int) -> Recover
         for number in range(kills):
             name = f"prefill-{number}"
             (prefill,) = cluster.start("prefill", name, knobs=knobs)
-            for room in (f"first {number}".encode(), f"killed {number}".encode()):
-                decode.ask("expect", room, name, TOKENS)
-                prefill.ask("begin", room, TOKENS)
-                whole = room.startswith(b"first")
-                prefill.ask("send", room, 0, TOKENS if whole else TOKENS // 2, whole)
-                decode.until(room, lambda look, whole=whole: look.released if whole else look.nbytes > 0)
-            path = decode.ask("look", room).path
+            first, room = f"first {number}".encode(), f"killed {number}".encode()
+            for one, rows in ((first, TOKENS), (room, TOKENS // 2)):
+                decode.ask("expect", one, name, TOKENS)
+                prefill.ask("begin", one, TOKENS)
+                prefill.ask("send", one, 0, rows, rows == TOKENS)
+                path = decode.until(one, landed).path
             prefill.kill()
             began = time.monotonic()
             decode.until(room, lambda look: look.phase == "FAILED")
@@ -62,7 +66,7 @@ def measured(folder: Path, transport: str, strategy: str, kills: int) -> Recover
             decode.until(room, lambda look: look.released)
             released.append(time.monotonic() - began)
             decode.ask("free", room)
-            decode.ask("free", f"first {number}".encode())
+            decode.ask("free", first)
     finally:
         cluster.stop()
     return Recovery(transport, strategy, path, tuple(failed), tuple(released))
