@@ -30,7 +30,6 @@ calm = st.builds(
     rooms=st.integers(1, 2),
     attempts=st.integers(1, 2),
     exposed=st.booleans(),
-    prefer_staged=st.booleans(),
     open_end=st.booleans(),
     look_ahead=st.booleans(),
     drop=RATE,

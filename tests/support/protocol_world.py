@@ -63,7 +63,6 @@ class Setup:
     rooms: int = 1
     attempts: int = 1
     exposed: bool = False
-    prefer_staged: bool = False
     open_end: bool = False
     look_ahead: bool = False
     drop: float = 0.0
@@ -164,7 +163,7 @@ class World:
 
     def _plan(self, node: PrefillNode, expect: Expect) -> FlowPlan:
         target = self.nodes[Epoch(expect.src)]
-        exposed = expect.tables is not None and not self.setup.prefer_staged
+        exposed = expect.tables is not None
         return FlowPlan(
             node.rank,
             self.intakes[target.rank],
