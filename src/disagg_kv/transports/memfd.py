@@ -12,9 +12,11 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from attrs import frozen
+from msgspec import Meta
 
 from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer
@@ -28,9 +30,9 @@ from .process import Process
 class Place:
     """Where a region's memory is to be found: byte ``offset`` of memory ``number``, open as ``fd`` in its process."""
 
-    number: int
-    fd: int
-    offset: int
+    number: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    fd: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    offset: Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 PLACE = msgspec.msgpack.Decoder(Place)
@@ -42,7 +44,7 @@ class BoardPlace:
 
     process: Process
     place: Place
-    nbytes: int
+    nbytes: Annotated[int, Meta(gt=0, lt=1 << 40, multiple_of=WORD)]
 
 
 BOARD = msgspec.msgpack.Decoder(BoardPlace)

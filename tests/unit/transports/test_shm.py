@@ -154,10 +154,11 @@ def test_only_the_memory_that_was_meant_is_ever_opened(tmp_path: Path) -> None:
             changed(descriptor, fd=other.fileno()),
             changed(descriptor, number=77),
             changed(descriptor, offset=1),
-            changed(descriptor, offset=-4096),
         ):
             with pytest.raises(PeerLostError, match="is not"):
                 ShmTransport().connect(bad, 1.0)
+    with pytest.raises(RemoteProtocolError, match="offset"):
+        ShmTransport().connect(changed(descriptor, offset=-4096), 1.0)
     target.close(0.0)
 
 
