@@ -44,7 +44,7 @@ instances = st.sampled_from([1, 2, 4]).flatmap(
 
 @cache
 def sides(size: int) -> tuple[list[RemoteEndpoint], EndpointInfo]:
-    """So many real prefill ranks, as they introduce themselves, and a decode rank."""
+    """``size`` real prefill ranks, as they introduce themselves, and a decode rank."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, size))
     (decode,) = rig.decode(tp_shards(SPEC, 1))

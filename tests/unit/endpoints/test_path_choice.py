@@ -125,7 +125,7 @@ def test_a_path_that_a_side_asks_for_is_taken_at_once() -> None:
     rig = Rig(SPEC)
     prefills, decodes = ranks(rig, path="mapped")
     request = taken(rig, prefills, decodes, "first")
-    assert request.receives[0].report.reason == "mapped was asked for"
+    assert request.receives[0].report.reason == "both sides allow only mapped"
     assert segments(request) == 1
 
 
@@ -137,7 +137,7 @@ def test_the_other_side_takes_part_with_auto(prefill: str, decode: str) -> None:
     name = prefill if decode == "auto" else decode
     for number in range(2):
         report = rig.request(f"{number}", prefills, decodes, 9).start(9).landed().receives[0].report
-        assert (report.path, report.reason) == (name, f"{name} was asked for")
+        assert (report.path, report.reason) == (name, f"both sides allow only {name}")
 
 
 def test_where_a_row_is_larger_than_a_slot_auto_writes_single_slices() -> None:

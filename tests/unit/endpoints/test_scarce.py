@@ -33,7 +33,7 @@ Shortage = Callable[[int], AbstractContextManager[None]]
 
 @contextmanager
 def free(count: int) -> Iterator[None]:
-    """The host gives this process only so many descriptors more."""
+    """The host gives this process ``count`` more descriptors at most."""
     gc.collect()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fds = [os.dup(0) for _ in range(count + 1)]
@@ -48,7 +48,7 @@ def free(count: int) -> Iterator[None]:
 
 @contextmanager
 def nth_fails(count: int) -> Iterator[None]:
-    """The open of a descriptor after so many others fails, and no other one."""
+    """The open of a descriptor after ``count`` others fails, and no other one."""
     left = count
 
     def wrapped(call: Callable[..., object]) -> Callable[..., object]:

@@ -143,7 +143,7 @@ def test_a_registered_planner_is_taken_where_a_side_asks_for_it(sides: tuple[str
     """The other side has to know it."""
     if "asked_for" not in paths():
         register(Logged("asked_for", SlicePlanner()))
-    assert carried(*sides) == ("asked_for", "asked_for was asked for")
+    assert carried(*sides) == ("asked_for", "both sides allow only asked_for")
 
 
 def plan(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:

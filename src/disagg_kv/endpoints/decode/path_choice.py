@@ -104,7 +104,7 @@ class PathChooser:
                 why = why or self._refusal(path, remote, intake, pair, asked)
             if why is None:
                 refused = "; ".join(f"{name} cannot: {reason}" for name, reason in refusals.items())
-                reason = f"{path.name} was asked for" if asked else f"auto takes {path.name}"
+                reason = f"both sides allow only {path.name}" if asked else f"auto takes {path.name}"
                 queue = all(remote.hello.queues for remote, _ in writers)
                 choice = PathChoice(
                     path, f"{reason}; {refused}" if refused else reason, bool(writers) and queue and maps_pages(path)
