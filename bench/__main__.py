@@ -76,7 +76,6 @@ def transfer(
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
     programs: Programs = None,
     verify: Annotated[Verify, typer.Option(help="Measure each strategy once more with checksums.")] = "off",
-    bells: Annotated[bool, typer.Option("--bells", help="Measure each strategy once more with bells.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
     timeout: Annotated[float, number(1, text="Seconds after which one transfer has failed.")] = 120.0,
     as_json: JsonFlag = False,
@@ -114,7 +113,6 @@ def transfer(
         ring_bytes=ring_mib and ring_mib << 20,
         programs=programs,
         verify=verify,
-        bells=bells,
         repeats=repeats,
         timeout_s=timeout,
     )
@@ -169,7 +167,6 @@ def _table(report: TransferReport) -> Table:
     table.add_row("GB/s", *(f"{m.gb_per_s:.2f}" for m in each), f"{report.ceiling.gb_per_s:.2f}")
     table.add_row("share of ceiling, wire", *(f"{m.share_of_ceiling:.0%}" for m in each), "100%")
     table.add_row("share of ceiling, total", *(f"{m.total_share_of_ceiling:.0%}" for m in each), "100%")
-    table.add_row("known from bells", *(f"{m.bells:.0%}" for m in each), "")
     if shape.decode_load:
         for name, steps in (
             ("decode step ms, p50 / p95", [m.decode_step for m in each]),
@@ -188,8 +185,6 @@ def _verdict(report: TransferReport) -> Text:
         line += f"; staged is {report.ratio_staged_over_slice:.2f} times as fast as slice"
     for name, cost in report.verify_cost.items():
         line += f"; {name} takes {cost:.2f} times as long with verify {report.shape.verify}"
-    for name, gain in report.bells_gain.items():
-        line += f"; {name} takes {gain:.2f} times as long without bells"
     return Text(f"OK: {line} ({report.machine.cpu}, {report.machine.cores} cores, commit {report.machine.commit})")
 
 

@@ -17,7 +17,7 @@ import torch
 from attrs import evolve, frozen
 
 from disagg_kv.channels import UnixChannel
-from disagg_kv.core import Options, Verify
+from disagg_kv.core import Alone, Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.handle import RoomHandle
 from disagg_kv.endpoints.prefill.handle import ForwardPass
@@ -104,7 +104,6 @@ class Moved:
         groups: prefill: into how many groups the layers were cut.
         placed: decode: when its own rows were all in its pages.
         called: prefill: seconds of the call that makes the last rows final.
-        bells: decode: its engine knew of the end from bells.
         steps, alone: decode, with a load: seconds of its steps during the transfer, and of as many as :data:`ALONE`
             before it.
     """
@@ -121,7 +120,6 @@ class Moved:
     groups: int = 1
     placed: float = 0.0
     called: float = 0.0
-    bells: bool = False
     steps: tuple[float, ...] = ()
     alone: tuple[float, ...] = ()
 
@@ -159,7 +157,8 @@ class PrefillRank:
                 shards=shards,
                 slot_bytes=shape.slot_bytes,
                 slots=shape.slots,
-                options=_options(shape, name),
+                verdict=Alone,
+                options=_options(shape),
                 schedule=_schedule(shape, name),
                 environment=Environment(thread=self.threaded),
                 **_how(shape, name),
@@ -288,7 +287,8 @@ class DecodeRank:
                 rank=setup.rank,
                 shards=shards,
                 ring_bytes=shape.ring_bytes,
-                options=_options(shape, name),
+                verdict=Alone,
+                options=_options(shape),
                 **_how(shape, name),
             )
         plain = setup.plain
@@ -366,7 +366,7 @@ def _how(shape: TransferShape, name: str) -> _How:
     """An endpoint's arguments for one of the shape's runs."""
     if name == WIRE:
         return {"strategy": "staged", "kernels": Still()}
-    again = {other: of for others in (shape.belled, shape.verified) for of, other in others.items()}
+    again = {other: of for of, other in shape.verified.items()}
     how: _How = {"strategy": again.get(name, name)}
     if name in shape.verified.values():
         how["verify"] = shape.verify
@@ -375,11 +375,10 @@ def _how(shape: TransferShape, name: str) -> _How:
     return how
 
 
-def _options(shape: TransferShape, name: str) -> Options:
+def _options(shape: TransferShape) -> Options:
     """Silence is no end here: the benchmark sees when a rank ends, and a busy host may not let one speak in time."""
-    bells = Options().bells if name in shape.belled.values() else 0
     silence_s, most_s = max(shape.timeout_s, Options().silence_s), shape.timeout_s
-    return Options(silence_s=silence_s, total_s=most_s, claim_s=most_s, bells=bells)
+    return Options(silence_s=silence_s, total_s=most_s, claim_s=most_s)
 
 
 def _schedule(shape: TransferShape, name: str) -> Schedule | None:
@@ -464,6 +463,4 @@ def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, 
     assert r.ended is not None, "a room was released before its outcome was known"
     counts = r.nbytes, r.descriptors, r.segments
     placed = r.placed or r.ended
-    return Moved(
-        began, ended, r.ended, dict(r.seconds), *counts, r.path, grants, max(1, r.groups), placed, bells=r.bells
-    )
+    return Moved(began, ended, r.ended, dict(r.seconds), *counts, r.path, grants, max(1, r.groups), placed)

@@ -44,7 +44,6 @@ class TransferShape:
         decode_load: during a transfer, each decode rank runs steps like those of a decode engine between two polls.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
-        bells: each strategy is measured once more with bells.
         repeats: measured transfers per strategy.
         timeout_s: what takes longer than this is a failure.
     """
@@ -76,7 +75,6 @@ class TransferShape:
     decode_load: bool = False
     wire_bytes_per_s: float | None = None
     verify: Verify = "off"
-    bells: bool = False
     repeats: int = 20
     timeout_s: float = 120.0
 
@@ -89,12 +87,7 @@ class TransferShape:
     @property
     def again(self) -> tuple[str, ...]:
         """Runs of strategies in another way."""
-        return (*self.verified.values(), *self.belled.values())
-
-    @property
-    def belled(self) -> Mapping[str, str]:
-        """Per strategy the name of its run with bells, where there is one."""
-        return {name: f"{name}, bells" for name in self.strategies} if self.bells else {}
+        return tuple(self.verified.values())
 
     @property
     def verified(self) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from disagg_kv.core.wire.frames import Box, Grant, StagingRequest
 from disagg_kv.geometry import CONVERSION_NAMES
 from disagg_kv.ids import RoomId
 from disagg_kv.kernels import Checksums, Move, PageMove, kernels_for
-from disagg_kv.memory import Bell, Buffer, Event, MemoryPool
+from disagg_kv.memory import Buffer, Event, Flag, MemoryPool
 
 CYCLES_PER_S = 1.7e9
 """Of a GPU, about."""
@@ -54,7 +54,7 @@ class Still:
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Nothing."""
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         """Nothing."""
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:

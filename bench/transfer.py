@@ -59,7 +59,6 @@ class Measured:
             they copy nothing, if the path has them; else as in ``phases``.
         share_of_ceiling: the ceiling's median ``wire`` over that of ``wire_s``, both of the slowest rank.
         total_share_of_ceiling: of the whole transfer: ``gb_per_s`` over the ceiling's.
-        bells: share of the transfers of which decode's engine knew from bells.
         decode_step, decode_step_alone: seconds of the steps of decode ranks with a load, during transfers and right
             before them; None: there is no load.
     """
@@ -72,7 +71,6 @@ class Measured:
     wire_s: Quantiles
     share_of_ceiling: float
     total_share_of_ceiling: float
-    bells: float
     decode_step: Quantiles | None
     decode_step_alone: Quantiles | None
 
@@ -105,7 +103,6 @@ class TransferReport:
         ceiling: what the transport itself can do.
         ratio_staged_over_slice: speed of ``staged`` over that of ``slice``, where both were measured.
         verify_cost: per strategy the median total with verification over that without, where both were measured.
-        bells_gain: per strategy the median total without bells over that with them, where both were measured.
         machine: what it ran on.
     """
 
@@ -115,7 +112,6 @@ class TransferReport:
     ceiling: Ceiling
     ratio_staged_over_slice: float | None
     verify_cost: Mapping[str, float]
-    bells_gain: Mapping[str, float]
     machine: Machine = field(factory=Machine.here)
 
 
@@ -169,8 +165,7 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
     def compared(others: Mapping[str, str]) -> dict[str, float]:
         return {name: found[o].phases["total"].p50 / found[name].phases["total"].p50 for name, o in others.items()}
 
-    gains = {name: 1 / cost for name, cost in compared(shape.belled).items()}
-    return TransferReport(shape, nbytes, found, ceiling, ratio, compared(shape.verified), gains)
+    return TransferReport(shape, nbytes, found, ceiling, ratio, compared(shape.verified))
 
 
 @frozen
@@ -272,7 +267,6 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
         wire,
         ceiling.wire.p50 / wire.p50,
         speed / ceiling.gb_per_s,
-        sum(m.bells for m in moved) / len(moved),
         *(Quantiles.of(of) if of else None for of in steps),
     )
 

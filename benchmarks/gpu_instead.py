@@ -3,7 +3,7 @@
 Prints one JSON document. 32 layers, 8 heads of 128, bf16: 128 KiB a token, in pages in random order. Medians:
 
 * ``mapped_us``, ``staged_us``: ``python -m bench transfer`` over ``cuda_ipc``, from ``send_chunk`` until decode's
-  engine sees the room released; ``mapped_bells_us``: with bells.
+  engine sees the room released.
 * ``nixl_us``: the decode process reads with one descriptor per page and layer, which both sides have prepared
   (``prep_xfer_dlist``), as vLLM's NixlConnector does: from ``make_prepped_xfer`` until the state is DONE.
 * ``nccl_us``: ``index_select`` of each layer into one buffer, ``send`` and ``recv``, ``index_copy_`` into each layer,
@@ -215,11 +215,10 @@ def measure(tokens: int, page: int, gpus: int, device: str, repeats: int) -> dic
         layers=LAYERS,
         page_size=page,
         announced=True,
-        bells=True,
         repeats=repeats,
     )
     report = run_transfer(shape)
-    names = {"staged": "staged_us", "mapped": "mapped_us", "mapped, bells": "mapped_bells_us"}
+    names = {"staged": "staged_us", "mapped": "mapped_us"}
     mine = {said: round(report.strategies[name].phases["total"].p50 * 1e6, 1) for name, said in names.items()}
     plain = round(report.ceiling.total.p50 * 1e6, 1)
     return {"tokens": tokens, "page": page, "bytes": report.nbytes, "copy_us": plain, **mine, **instead}

@@ -16,8 +16,7 @@ The last part holds ``staged`` against ``slice`` over NIXL: 1,024 tokens, final 
         --pages 64 16 --whole --mib 32 128 256 1024 --ring-mib 1024 --slots 8 --slice-repeats 0
 
 ``--busy`` lets the engine's threads compute in Python meanwhile.
-``--decode-load`` lets decode ranks run decode-like steps, whose times are in the result, p50 and p95. ``--bells``
-measures each strategy once more with bells. ``--programs`` bounds what a copy into mapped pages takes of the GPU.
+``--decode-load`` lets decode ranks run decode-like steps, whose times are in the result, p50 and p95. ``--programs`` bounds what a copy into mapped pages takes of the GPU.
 ``--wire`` emulates a network of a chosen speed, for the transfers alone.
 """
 
@@ -62,7 +61,6 @@ def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
                     repeats=given.repeats,
                     busy=given.busy,
                     decode_load=given.decode_load,
-                    bells=given.bells,
                     programs=given.programs,
                     wire_bytes_per_s=None if given.wire is None else given.wire * 1e9,
                 )
@@ -84,7 +82,6 @@ def row(report: TransferReport, strategy: str) -> dict[str, object]:
             for name, of in (("decode_step", found.decode_step), ("decode_step_alone", found.decode_step_alone))
             if of is not None
         },
-        "known_from_bells": found.bells,
         "tokens": shape.tokens,
         "bytes": report.nbytes,
         "writes": found.descriptors,
@@ -132,7 +129,6 @@ def main() -> None:
     parser.add_argument("--queued-ms", type=float, default=3.0, help="that the engine's host is ahead of its GPU")
     parser.add_argument("--busy", action="store_true", help="engines' threads run Python code meanwhile")
     parser.add_argument("--decode-load", action="store_true", help="decode ranks run decode-like steps meanwhile")
-    parser.add_argument("--bells", action="store_true", help="each strategy once more with bells")
     parser.add_argument("--programs", type=int, help="most of a copy into mapped pages")
     parser.add_argument("--wire", type=float, help="GB/s of an emulated wire")
     parser.add_argument("--slice-repeats", type=int, default=3, help="0: leave that part out")

@@ -32,7 +32,7 @@ from .cluster import Cluster
 from .fault import FaultClass, survives
 from .kind import Kind
 from .memory_holders import check_holders
-from .node import LIFE_NS, SimNode
+from .node import SimNode
 from .outages import POLL_S
 from .rooms import Entry
 
@@ -109,21 +109,11 @@ class Checks:
             self._refused(entry, error)
         if phase is Phase.FAILED:
             self._reason(entry, error)
-            self._undecided(entry, entry.handle)
         elif entry in entry.room.decode:
             self._bytes(entry)
             self._cut(entry, entry.handle)
         else:
             self._decode_succeeds(entry)
-
-    def _undecided(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
-        """I9: a follower of decode fails no room after rank 0's word for its success has rung."""
-        room, ended = _room_of(entry), handle.report.ended
-        if room is None or ended is None:
-            return
-        node, value = entry.node, entry.node.life * LIFE_NS + room.key.generation
-        if any(value == word and since < ended for word, since in node.decisions.values()):
-            self._fail("I9", f"{entry.room.name(entry)}: failed after its decision had rung: {handle.error}")
 
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world
@@ -273,6 +263,8 @@ class Checks:
         Where decode's engine has opened the id again, any of its uses may be the one that prefill served.
         """
         room = entry.room
+        if not {"prefill", "decode"} - self._world.scenario.alone and len(room.prefill) > 1:
+            return  # a prefill rank knows of the decode ranks that it has sent to
         again = [one.decode for one in self._world.rooms if one.again and one.plan.room == room.plan.room]
         for rank, other in enumerate(room.decode):
             served = any(use[rank].phase not in (None, Phase.FAILED) for use in again)
@@ -330,8 +322,15 @@ class Checks:
             )
 
     def agree(self, entry: Entry) -> None:
-        """I9: the ranks of one instance that live saw one outcome, but for those that may have lost rank 0."""
-        for first, *others in (entry.room.prefill, entry.room.decode):
+        """I9: the ranks of one instance that live saw one outcome, but for those that may have lost rank 0.
+
+        Where each rank decides for itself, its engine reduces, and every rank that has succeeded has its bytes.
+        """
+        for side_name, (first, *others) in (("prefill", entry.room.prefill), ("decode", entry.room.decode)):
+            if side_name in self._world.scenario.alone:
+                if len({one.phase for one in (first, *others)}) > 1:
+                    self._world.mark("verdict:ranks of one side end differently")
+                continue
             if not first.node.alive or first.node.followed:
                 continue
             living = [one for one in others if one.node.alive and not one.node.followed]
@@ -445,7 +444,7 @@ class Checks:
                 )
             view = node.view
             left: dict[str, object] = {
-                "agreement": view.loop.agreement.undecided,
+                "undecided": view.loop.verdict.undecided,
                 "commands": len(view.loop.commands),
             }
             if isinstance(view, DecodeInspection):

@@ -2,7 +2,7 @@
 
 A copy is an :class:`~.dma.Op` of its own kind. It ends by an event instead of a ticket. The end of its target's process
 does not stop it, as the mapping outlives its owner; the end of its own process does, within the drain bound. It rings
-its bells when all of it has landed, before its own process learns of that.
+its flags when all of it has landed, before its own process learns of that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy.typing as npt
 from disagg_kv.geometry import places
 from disagg_kv.ids import Ticket
 from disagg_kv.kernels import PageMove, Pages
-from disagg_kv.memory import Bell, Event, bytes_of, parts
+from disagg_kv.memory import Event, Flag, bytes_of, parts
 from disagg_kv.planning import StagedLayout
 
-from .bells import SimWord
 from .dma import Dma, Mapped, Op, Range, SimTransport, torn
 from .events import SimEvent
 from .fault import FaultClass
+from .flags import SimWord
 from .kind import Kind
 from .simulation import Simulation
 
@@ -62,7 +62,7 @@ class CopyEvent:
 
 
 def copy(
-    dma: Dma, source: SimTransport, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell]
+    dma: Dma, source: SimTransport, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag]
 ) -> Event | None:
     """Copy now or later, and not before ``after``; None: it is done already.
 
@@ -79,7 +79,7 @@ def copy(
         raise RuntimeError("sim: the kernel failed")
     event = CopyEvent()
     ops = [_place(dma, source, move, after if waits else None) for move in moves]
-    launch = _Launch(world, dma, source, ops, bells, event, failed)
+    launch = _Launch(world, dma, source, ops, flags, event, failed)
     if at_once:
         launch.at_once()
         return None
@@ -132,7 +132,7 @@ class _Launch:
         dma: Dma,
         source: SimTransport,
         ops: Sequence[Op],
-        bells: Sequence[Bell],
+        flags: Sequence[Flag],
         event: CopyEvent,
         failed: bool,
     ) -> None:
@@ -140,7 +140,7 @@ class _Launch:
         self._dma = dma
         self._source = source
         self._ops = ops
-        self._bells = bells
+        self._flags = flags
         self._event = event
         self._failed = failed
         self._begun = False
@@ -153,16 +153,16 @@ class _Launch:
             self._dma.land(op, op.ranges)
             self._dma.end(op)
         self._world.saw(Kind.MAPPED)
-        self._ring()
+        self._raise()
 
-    def _ring(self) -> None:
-        """The kernel is over, and the device's stream rings: from now on decode may free its pages."""
-        for op in self._ops if self._bells else ():
+    def _raise(self) -> None:
+        """The kernel is over, and the device's stream raises the flags: from now on decode may free its pages."""
+        for op in self._ops if self._flags else ():
             self._dma.end(op)
-        for bell in self._bells:
-            assert isinstance(bell.owner, SimWord)
-            bell.owner.store()
-            self._world.mark("bells:a device rings")
+        for flag in self._flags:
+            assert isinstance(flag.owner, SimWord)
+            flag.owner.store()
+            self._world.mark("flags:a device raises one")
 
     def begin_after(self, waits: Sequence[Event]) -> None:
         """One of the events has happened; begin with the last of them."""
@@ -195,7 +195,7 @@ class _Launch:
                 end = max(end, at)
                 world.later(at, partial(self._dma.land, op, piece))
         if not self._failed:
-            world.later(end, self._ring)
+            world.later(end, self._raise)
         world.later(end + 0.001, self._over)
 
     def _over(self) -> None:

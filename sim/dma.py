@@ -15,8 +15,8 @@ from disagg_kv.planning import Writes
 from disagg_kv.staging import Lease
 from disagg_kv.transports import Capabilities, Lane, LinkCost, PeerEvent, Settled, WriteEnded
 
-from .bells import SimBells
 from .fault import FaultClass
+from .flags import SimFlags
 from .simulation import SimProcess, Simulation
 
 Range = tuple[U8, int, U8, int, int]
@@ -103,7 +103,7 @@ class SimTransport:
         )
         self.regions: dict[int, U8] = {}
         self.ring: U8 | None = None
-        self.board: Buffer | None = None
+        self.page: Buffer | None = None
         self.landed: dict[int, Landed] = {}
         self.alive = True
         self._peers: dict[Peer, SimTransport] = {}
@@ -188,19 +188,19 @@ class SimTransport:
             raise TransportError("sim: the memory could not be mapped")
         return self.dma.mapped(there, memory)
 
-    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
+    def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
         """Words of the process."""
-        self.board = new_buffer(nbytes, "cpu")
-        return self.board, b"board"
+        self.page = new_buffer(nbytes, "cpu")
+        return self.page, b"flags"
 
-    def open_bells(self, peer: Peer, board: bytes) -> SimBells:
+    def open_flags(self, peer: Peer, page: bytes) -> SimFlags:
         """The words of a peer; as a fault, not."""
-        self.node.may_block("opens a peer's bells")
+        self.node.may_block("opens a peer's flags")
         there = self._peers[peer]
-        if there.board is None or self._world.outside.happens(FaultClass.BELL, 0.1):
-            self._world.mark("bells:there are none")
-            raise TransportError("sim: the board of bells could not be opened")
-        return SimBells(self._world, self.node, there.node, there.board)
+        if there.page is None or self._world.outside.happens(FaultClass.FLAG, 0.1):
+            self._world.mark("flags:there are none")
+            raise TransportError("sim: the flag page could not be opened")
+        return SimFlags(self._world, self.node, there.node, there.page)
 
     def submit(
         self,

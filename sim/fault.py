@@ -53,7 +53,7 @@ class FaultClass(Enum):
     NO_ANSWER = "a look-up never returns"
     STUCK = "a transport's disconnect raises"
     MAPPING = "mapping a peer's pool takes longer than a room waits for it, or than it lives"
-    BELL = "a bell rings late, twice or never, or an old value is in its place"
+    FLAG = "a flag is raised late, twice or never, or an old value or a torn record is in its place"
 
 
 def named(names: Sequence[str]) -> frozenset[FaultClass]:
@@ -106,7 +106,7 @@ BESIDE = frozenset(
         FaultClass.NO_ANSWER,
         FaultClass.STUCK,
         FaultClass.REUSED,
-        FaultClass.BELL,
+        FaultClass.FLAG,
         FaultClass.MAPPING,
     }
 )
@@ -120,7 +120,7 @@ HARMLESS = frozenset(
         FaultClass.JUNK,
         FaultClass.STUCK,
         FaultClass.REUSED,
-        FaultClass.BELL,
+        FaultClass.FLAG,
         FaultClass.MAPPING,
     }
 )
@@ -170,16 +170,16 @@ def outside(rng: random.Random, allowed: frozenset[FaultClass], others: bool) ->
     """The faults of what endpoints are given, in one seed; where ``others`` fail too, seldom."""
     share = rng.choice((0.0, 0.05, 0.15) if others else (0.0, 0.3, 0.6))
     drawn = {f: rate for f, rate in OUTSIDE.items() if rng.random() < share and f in allowed}
-    return drawn | {f: 1.0 for f in (FaultClass.BELL,) if rng.random() < 0.5 and f in allowed}
+    return drawn | {f: 1.0 for f in (FaultClass.FLAG,) if rng.random() < 0.5 and f in allowed}
 
 
 AGREEING = (FaultClass.ABORT, FaultClass.PAUSE, FaultClass.DECODE_CRASH)
 OFTEN = 0.7
-"""What matters while ranks of decode agree by words, and how often each is on where they do."""
+"""What matters while ranks of decode vote on rooms of exposed pages, and how often each is on where they do."""
 
 
 def while_agreeing(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
-    """The faults that a seed whose ranks agree by words has beside those that it draws, at the lowest rate of each."""
+    """Faults that such a seed has beside those that it draws, at the lowest rate of each."""
     return {f: _RATES.get(f, (1.0,))[0] for f in AGREEING if f in allowed and rng.random() < OFTEN}
 
 

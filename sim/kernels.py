@@ -8,7 +8,7 @@ from math import inf
 from attrs import evolve
 
 from disagg_kv.kernels import KERNELS, Checksums, Move, PageMove
-from disagg_kv.memory import Bell, Buffer, Event, MemoryPool, bytes_of, parts
+from disagg_kv.memory import Buffer, Event, Flag, MemoryPool, bytes_of, parts
 from disagg_kv.staging import Lease
 
 from .copies import copy
@@ -73,14 +73,14 @@ class SimKernels:
 
         return self._run(act)
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         """Copy pages into mapped pages, now or later, and not before ``after``; see :mod:`.copies`."""
         self.copies += 1
         nbytes = max((move.copy.source.nbytes for move in moves), default=0)
         if nbytes > self._most:
             what = f"a copy of {nbytes} bytes keeps a thread, and a slot has {self._most}"
             self._world.violation("I4", f"{self._node.address}: {what}")
-        return copy(self._transport.dma, self._transport, moves, after, bells)
+        return copy(self._transport.dma, self._transport, moves, after, flags)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:
         """Sometimes; what is prepared is for leases that are live now."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Sized
 from math import inf
 
 from disagg_kv.channels import Arrived, Closed, Opened
-from disagg_kv.core import Flow, RoomKey
+from disagg_kv.core import Alone, Elected, Flow, RoomKey
 from disagg_kv.core.room.receive_room import ReceiveRoom
 from disagg_kv.endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
@@ -21,7 +21,6 @@ from disagg_kv.strategies import maps_pages
 from disagg_kv.trace import Observer, Span
 from disagg_kv.transports.process import Process
 
-from .bells import SimWords
 from .dma import Dma, SimTransport
 from .environment import SimBackground, SimObserver, SimRendezvous
 from .kernels import QueueingKernels, SimKernels
@@ -102,17 +101,17 @@ class SimNode(SimProcess):
 
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
-        words = SimWords(world, self)
-        life = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS, words=words)
+        life = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS)
         queues = self.side == "decode" or scenario.queues[index]
         self.kernels = (QueueingKernels if queues else SimKernels)(world, self, self.transport)
+        verdict = Alone if self.side in scenario.alone else Elected
         environment = Environment(clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers)
         if self.side == "decode":
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
-                allocator=self._allocate, options=scenario.options, kernels=self.kernels,
+                allocator=self._allocate, verdict=verdict, options=scenario.options, kernels=self.kernels,
                 observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.view = decode, decode.inspect()
@@ -123,7 +122,7 @@ class SimNode(SimProcess):
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.prefill_paths[scenario.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
-                slots=scenario.slots, options=scenario.options, kernels=self.kernels,
+                slots=scenario.slots, verdict=verdict, options=scenario.options, kernels=self.kernels,
                 observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.view = prefill, prefill.inspect()

@@ -8,7 +8,7 @@ REFUSED = 0.2
 """Share of the worlds whose decode allows no exposed pages in which a prefill instance knows no other path."""
 
 AGREES = 0.5
-"""Share of the worlds with several decode ranks in which prefill writes to exposed pages, so that words may agree."""
+"""Share of the worlds with several decode ranks in which prefill writes to exposed pages in most rooms."""
 
 SLOWLY = 0.15
 """Share of the worlds in which mapping a pool takes long."""
@@ -32,7 +32,7 @@ def paths_of(seed: int, ranks: int, decode_path: str, draws: random.Random) -> t
 
 
 def agrees(seed: int, ranks: int) -> bool:
-    """Whether ranks of decode may agree by words in most rooms of the world of a seed."""
+    """Whether ranks of decode vote on rooms of exposed pages in the world of a seed."""
     return ranks > 1 and random.Random(f"agrees {seed}").random() < AGREES
 
 

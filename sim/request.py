@@ -67,11 +67,11 @@ class Request:
         return retry.attempt_id(self.request, self.attempt)
 
 
-def belled(seed: int, requests: Sequence[Request]) -> tuple[Request, ...]:
-    """The requests of a world in which bells can end them.
+def flagged(seed: int, requests: Sequence[Request]) -> tuple[Request, ...]:
+    """The requests of a world in which flags can be raised.
 
-    In some worlds they are alike, so that what is left of an earlier one on the board could be taken for a later one.
+    In some worlds they are alike, so that what is left of an earlier one on the page could be taken for a later one.
     """
-    rng, first = random.Random(f"belled {seed}"), requests[0]
+    rng, first = random.Random(f"flagged {seed}"), requests[0]
     alike = rng.random() < 0.5 and first.prompt is None
     return tuple(evolve(one, rows=first.rows, edges=first.edges) for one in requests) if alike else tuple(requests)

@@ -22,7 +22,7 @@ from .conversations import Conversation, converse
 from .fault import FaultClass, outside, survives, swarm, while_agreeing
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
 from .path_draws import agrees, paths_of, queue, refused_of, slow_mappings
-from .request import Request, belled
+from .request import Request, flagged
 
 AUX_BYTES = 8
 
@@ -63,11 +63,11 @@ FEW_LINKS, LINKS = 0.5, (1, 1, 2)
 LARGE, MOST_PAGES = 0.15, (2, 6)
 """Share of the worlds with exposed pages in which requests of more than a few pages expose none, and those few."""
 
-BOARDS = (0, 2, 8, 64)
-"""Blocks of slots on a decode rank's board of bells: too few of them for all rooms in many worlds."""
+ALONE = 0.5
+"""Share of worlds in which each rank of a side decides for itself; drawn for each side."""
 
 RINGS = 0.8
-"""Share of worlds in which bells can ring for most requests."""
+"""Share of worlds in which flags can be raised for most requests."""
 
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
@@ -236,6 +236,7 @@ class Scenario:
     options: Options
     drain_s: float | None
     one_host: bool
+    alone: frozenset[str]
     resets: bool
     detects_death: bool
     notices_late: bool
@@ -299,15 +300,13 @@ class Scenario:
             decode = evolve(decode, pages=decode.pages // 3)
         rings = agrees(seed, decode.world) or random.Random(f"rings {seed}").random() < RINGS
         if rings:
-            requests = belled(seed, requests)
+            requests = flagged(seed, requests)
         if not conversations and not stuck:
             requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
         selection = "+incremental" if conversations else ""
         draws = random.Random(f"maps {seed}")
         maps, decode_path, prefill_paths = paths_of(seed, decode.world, decode_path, draws)
-        if agrees(seed, decode.world):
-            options = evolve(options, bells=options.bells or BOARDS[-1])
         exposing, large = maps and decode_path != "staged", random.Random(f"large {seed}")
         if exposing and not agrees(seed, decode.world) and large.random() < LARGE:
             options = evolve(options, request_pages=large.choice(MOST_PAGES))
@@ -332,6 +331,7 @@ class Scenario:
             options=options,
             drain_s=0.0 if FaultClass.CLOCK in faults else rng.choice((0.0, 0.0, 0.1, 0.3, None)),
             one_host=rng.random() < 0.5 or rings,
+            alone=frozenset(s for s in ("prefill", "decode") if random.Random(f"alone {s} {seed}").random() < ALONE),
             resets=rng.random() < 0.5,
             detects_death=rng.random() < 0.4,
             notices_late=rng.random() < 0.5,
@@ -352,7 +352,7 @@ class Scenario:
 
 
 def _faults(seed: int, rng: random.Random, allowed: frozenset[FaultClass], ranks: int) -> dict[FaultClass, float]:
-    """Those of frames, processes and memory; where ranks of decode agree by words, some more meanwhile."""
+    """Those of frames, processes and memory; some more where ranks of decode vote on rooms of exposed pages."""
     faults = swarm(rng, allowed)
     if agrees(seed, ranks) and not survives(faults):
         draws = random.Random(f"while agreeing {seed}")
@@ -384,7 +384,6 @@ def _options(seed: int, rng: random.Random) -> Options:
         tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
         parked=rng.choice((1, 64)),
         link_bytes=_link_bytes(seed),
-        bells=random.Random(f"bells {seed}").choice(BOARDS),
     )
 
 

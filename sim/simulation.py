@@ -13,7 +13,6 @@ import numpy as np
 from attrs import frozen
 
 from disagg_kv.ids import Epoch
-from disagg_kv.memory import Buffer
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.staging import ALIGNMENT, Lease, RingStagingAllocator
 from disagg_kv.transports.process import Process
@@ -206,7 +205,7 @@ class SimProcess:
 
     ``maps``: it maps the pool of a peer as it connects it.
     ``mapped_at``: by then the last one that takes long has returned.
-    ``decisions``: by slot of its words the value that rank 0 has rung there, and since when, by this process's time.
+    ``raised_at``: when a flag of its page was raised last.
     """
 
     def __init__(
@@ -251,8 +250,7 @@ class SimProcess:
         self.checked_at = 0.0
         self.prepared: set[object] = set()
         self.ring = SimRing(ALIGNMENT)
-        self.words: Buffer | None = None
-        self.decisions: dict[int, tuple[int, float]] = {}
+        self.raised_at = -1.0
         self.offset = 0.0
         self.wake_at = 0.0
         # A later life may be in a process that was there before: only its birth says which is the later one.

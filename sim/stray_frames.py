@@ -9,7 +9,7 @@ from typing import Any, cast
 from msgspec import structs
 
 from disagg_kv.channels import Arrived
-from disagg_kv.core import Codec, Phase
+from disagg_kv.core import Codec
 from disagg_kv.core.room.flow import Flow, room_head
 from disagg_kv.core.room.receive_room import ReceiveRoom
 from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
@@ -34,7 +34,6 @@ from disagg_kv.core.wire.frames import (
     StagingRequest,
 )
 from disagg_kv.endpoints.decode.inspection import DecodeInspection
-from disagg_kv.endpoints.decode.room import DecodeRoom
 from disagg_kv.endpoints.prefill.inspection import PrefillInspection
 from disagg_kv.ids import Epoch, RoomId
 
@@ -204,7 +203,7 @@ class StrayFrames:
                 pairs += [
                     (room.machine, w, room_head(w, me, key.room, key.generation))
                     for w in room.machine.writers
-                    if w in known and not _over(room)
+                    if w in known
                 ]
         else:
             for (name, epoch, _), one in view.flows.items():
@@ -212,9 +211,3 @@ class StrayFrames:
                 if flow is not None and epoch in known:
                     pairs.append((flow, epoch, room_head(epoch, me, name, flow.generation)))
         return pairs
-
-
-def _over(room: DecodeRoom) -> bool:
-    """Whether words have ended a room, which its endpoint's thread will find before it handles another event."""
-    ballot = None if room.watch is None else room.watch.ballot
-    return room.handle.state[0] is Phase.DONE or (ballot is not None and ballot.votes and ballot.heard())

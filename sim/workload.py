@@ -358,9 +358,9 @@ class Room(SimRoom):
             entry.segments = handle.report.segments
             self._grouped(entry)
             self._count_kinds(entry)
-            if handle.report.bells:
-                self._count_bells(entry)
             if isinstance(handle, ReceptionHandle) and phase is Phase.DONE:
+                if entry.node.raised_at == world.now:
+                    world.saw(Kind.FLAGS)
                 self._note_choice(handle.report.reason)
             if self.plan.burst and phase is Phase.DONE:
                 world.saw(Kind.CHUNKS)
@@ -387,19 +387,6 @@ class Room(SimRoom):
             entry.handle = None
             self._check.freed(entry)
             self._reused.freed(entry)
-
-    def _count_bells(self, entry: Entry) -> None:
-        """What bells have ended."""
-        kinds = {
-            Kind.BELLS: True,
-            Kind.WORDS: entry.node.split.world > 1,
-            Kind.BELLS_OPEN: self.plan.open_end,
-            Kind.BELLS_AUX: entry.aux is not None,
-            Kind.BELLS_STATES: bool(entry.slots),
-        }
-        for kind, seen in kinds.items():
-            if seen:
-                self.world.saw(kind)
 
     def _grouped(self, entry: Entry) -> None:
         """What was special about the groups of layers in which a prefill rank sent the room."""

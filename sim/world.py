@@ -28,7 +28,7 @@ from .rooms import SimRoom
 from .scenario import Scenario, Split
 from .stray_frames import StrayFrames
 from .targeted_faults import TargetedFaults
-from .word_faults import WordFaults
+from .vote_faults import VoteFaults
 from .workload import Room
 
 TICK_S = 0.02
@@ -75,7 +75,7 @@ class World(Cluster):
         self._waiting = list(scenario.requests)
         self._stray_frames = StrayFrames(self)
         self._targeted_faults = TargetedFaults(self, self._stray_frames, self._lose)
-        self._word_faults = WordFaults(self, self._lose, self._stop)
+        self._vote_faults = VoteFaults(self, self._lose, self._stop)
         self._outages = Outages(self)
         self._junk_calls = JunkCalls(self)
         self._reused = ReusedIds(self, self._begin_room)
@@ -383,7 +383,7 @@ class World(Cluster):
         if self._waiting or self.entries or any(not room.over for room in self.rooms):
             return False
         for node in self.places.values():
-            if node.paused or node.endpoint.open_rooms or node.view.loop.agreement.undecided:
+            if node.paused or node.endpoint.open_rooms or node.view.loop.verdict.undecided:
                 return False
         return True
 
@@ -455,7 +455,7 @@ class World(Cluster):
         if self._stale and not node.failing:
             self._stray_frames.greet(node)
         self._targeted_faults.strike(node)
-        self._word_faults.strike(node)
+        self._vote_faults.strike(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
 

@@ -14,7 +14,7 @@ from disagg_kv.errors import PeerLostError
 from disagg_kv.geometry import CacheSpec, Group, Plane, Site, shard
 from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, Ticket
 from disagg_kv.kernels import Checksums, Move, PageMove
-from disagg_kv.memory import Bell, Buffer, Event, MemoryPool
+from disagg_kv.memory import Buffer, Event, Flag, MemoryPool
 from disagg_kv.planning import Writes
 from disagg_kv.transports import Capabilities, Descriptor, PeerEvent, Region, Settled, WriteEnded, decode, encode
 
@@ -101,7 +101,7 @@ class NullKernels:
         """Done at once."""
         return None
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         """Done at once."""
         return None
 

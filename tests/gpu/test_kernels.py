@@ -49,7 +49,7 @@ from tests.support.kernel_grid import (
     strided,
 )
 from tests.support.pools import KV, Bytes, copies, noise, staged_layout
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 SLICES = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 TRITON = KERNELS["triton"]
@@ -583,7 +583,7 @@ def test_only_events_of_cuda_are_left_to_the_stream() -> None:
     event = torch.cuda.Event()
     assert TRITON.orders(event)
     assert TRITON.orders(All((event, All((event,)))))
-    assert not TRITON.orders(All((event, Flag())))
+    assert not TRITON.orders(All((event, FiredEvent())))
 
 
 def test_an_end_that_somebody_knows_is_nobody_elses() -> None:

@@ -10,20 +10,15 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from disagg_kv.core.wire.frames import WireTable
-from tests.support.receive_room import chunk
 from tests.unit.core import test_page_runs as runs
-from tests.unit.core import test_receiving as receiving
-from tests.unit.endpoints import test_ballots as ballots
-from tests.unit.endpoints import test_bells as bells
-from tests.unit.endpoints import test_device_bells as device_bells
 from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_edges as edges
-from tests.unit.endpoints import test_final_bells as finals
+from tests.unit.endpoints import test_flags as flags
 from tests.unit.endpoints import test_path_choice as choice
 from tests.unit.endpoints import test_waits_for_peers as waits
 
-from .bugs import BALLOTS, BELLS, CHOICE, COPIES, MOVER, RECEIVE, TABLES
+from .bugs import CHOICE, COPIES, FLAGS, MOVER, TABLES
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
@@ -83,45 +78,15 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             "except Exception as exc:\n        error = exc\n    except BaseException:\n"
             "        del _RUNNING[one]\n        raise"),
      partial(device_copies.interrupted_launch, "end")),
-    (Mutant("rows that are compared are rung by the device",
+    (Mutant("rows that are compared raise flags",
             MOVER + "_begin_moves", "if spec.summed is None:", "if True:"),
-     device_bells.test_rows_that_are_compared_are_not_rung_by_the_device),
-    (Mutant("blocks of bells of a process without a link are never used again",
-            BELLS + "BellBoard.parted", "self._free += self._of.pop(epoch, ())", "pass"),
-     bells.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),
-    (Mutant("rows of states ring as rows of tokens",
-            "endpoints.prefill.room:_record", "int(segment.state)", "0"),
-     finals.test_states_ring_as_rows_do),
-    (Mutant("the checksum of aux data behind a final record is not compared",
-            "transports.bells:heard_final", "total != _sum(value, stop, aux or b\"\")", "False"),
-     finals.test_a_late_store_among_aux_data_is_no_record),
-    (Mutant("a final record whose value changes while it is read counts",
-            "transports.bells:heard_final", "words[slot * SLOT_WORDS] != value", "False"),
-     finals.test_a_value_that_changes_during_a_look_is_no_record),
-    (Mutant("aux data that cannot be stored fail no room",
-            BELLS + "BellWatch._stored", "self._void = True\n        return False", "pass"),
-     finals.test_what_cannot_be_stored_is_left_to_the_frames),
-    (Mutant("aux data that do not fit behind a final record count as a bell that was refused",
-            "endpoints.prefill.room:PrefillRoom.ring", 'elif len(effect.aux or b"") <= AUX_BYTES:', "else:"),
-     finals.test_longer_aux_data_have_no_final_record),
+     partial(flags.test_rows_that_are_compared_raise_no_flags, "prefill")),
+    (Mutant("blocks of flags of a process without a link are never used again",
+            FLAGS + "FlagPage.parted", "self._free += self._of.pop(epoch, ())", "pass"),
+     flags.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),
     (Mutant("pages are exposed of an engine that waits for no peer",
             "endpoints.decode.endpoint:_usable", "(able and waits)", "able"),
      waits.test_auto_exposes_no_pages_of_an_engine_that_waits_for_no_peer),
-    (Mutant("a notice that contradicts bells fails a room that they have ended",
-            RECEIVE + "_on_concluded", "self.inbound.conclude(",
-            "if any(self.inbound):\n        return\n    self.inbound.conclude("),
-     partial(receiving.test_no_frame_contradicts_what_the_engine_has_concluded, (chunk(0, lease=None),))),
-    (Mutant("an engine may decide while votes against its room are counted",
-            "endpoints.decode.room_bells:RoomBells._offer", "not self._deciding and ", ""),
-     ballots.test_an_engine_decides_nothing_while_votes_are_counted),
-    (Mutant("an engine may decide although its rank has doubts",
-            "endpoints.decode.room_bells:RoomBells._offer", " and not room.machine.doubted", ""),
-     ballots.test_an_engine_decides_nothing_once_its_rank_has_doubts),
-    (Mutant("a word of one life is a vote in the next", BALLOTS + "Ballots._pair", "born + generation,", "generation,"),
-     ballots.test_the_words_of_another_life_are_no_vote),
-    (Mutant("the final record of one writer is enough",
-            BELLS + "BellWatch._hear_final", "self._unended.remove(line)", "self._unended.clear()"),
-     finals.test_all_writers_have_to_say_how_the_room_ends),
     (Mutant("pages are exposed although a rank has not said that it mapped them",
             CHOICE + "_refusal", "self._unmapped.get(remote.epoch, UNSAID)", "self._unmapped.get(remote.epoch)"),
      partial(choice.test_auto_copies_into_mapped_pages_once_prefill_has_said_that_it_mapped_them, choice.SPEC)),
@@ -130,8 +95,5 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a rank that sends nothing has a say",
             CHOICE + "choose", "if intake.parts[rank]", "if True"),
      partial(choice.test_a_rank_that_sends_nothing_here_has_no_say, choice.SPEC)),
-    (Mutant("a follower does not look for the decision of a rank 0 that it loses",
-            BELLS + "BellWatch.hold", "self.taken == 1 and ballot.heard()", "False"),
-     ballots.test_a_follower_that_loses_rank_0_looks_for_its_decision_first),
 )  # fmt: skip
 """Each with the test that finds it, which needs no fixture."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from disagg_kv.memory.paged import Layout
 from disagg_kv.strategies import LayerPipelined
 from tests.support.rig import Memory, Request, Rig
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 from tests.support.worlds import World, hybrid_specs, worlds
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ memories = st.builds(
 )
 
 
-def forward(request: Request, start: int, stop: int, chance: random.Random, share: float = 1.0) -> list[Flag]:
+def forward(request: Request, start: int, stop: int, chance: random.Random, share: float = 1.0) -> list[FiredEvent]:
     """One forward pass on every rank: some of its layers are announced; if all are, the passes are closed."""
     rig, waiting = request.rig, []
     announced = []
@@ -32,7 +32,7 @@ def forward(request: Request, start: int, stop: int, chance: random.Random, shar
     steps = list(dict.fromkeys(step for step, _ in announced))
     chance.shuffle(announced)
     for step, layer in announced:
-        event = Flag()
+        event = FiredEvent()
         waiting.append(event)
         step.layer_ready(layer, event)
         if chance.random() < 0.5:

@@ -9,7 +9,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.core import Agreement, AnyFrame, Codec, Options, Outcome, RoomKey, Send
+from disagg_kv.core import AnyFrame, Codec, Elected, Options, Outcome, RoomKey, Send
 from disagg_kv.core.wire.frames import Decision, Vote
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 
@@ -25,7 +25,7 @@ class Instance:
         self.now = 0.0
         self.epochs = [Epoch(bytes([r] * 16)) for r in range(world)]
         self.options = options or Options()
-        self.ranks = [Agreement(Rank(r), world, e, self.options, "P") for r, e in enumerate(self.epochs)]
+        self.ranks = [Elected(Rank(r), world, e, self.options, "P") for r, e in enumerate(self.epochs)]
         self.network: list[tuple[int, AnyFrame]] = []
         self.told: list[dict[RoomKey, bool]] = [{} for _ in range(world)]
 
@@ -37,7 +37,7 @@ class Instance:
     def restart(self) -> None:
         """Another process takes rank 0's place; nobody has met it."""
         self.epochs[0] = Epoch(b"again".ljust(16))
-        self.ranks[0] = Agreement(Rank(0), len(self.ranks), self.epochs[0], self.options, "P")
+        self.ranks[0] = Elected(Rank(0), len(self.ranks), self.epochs[0], self.options, "P")
         self.told[0] = {}
 
     def miss(self, rank: int, epoch: Epoch) -> None:

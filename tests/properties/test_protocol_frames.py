@@ -206,7 +206,8 @@ def introduction(**change: object) -> f.Hello:
     plain = f.Hello(
         src=bytes(16), dst=b"", version=1, address="a", role="decode", instance="i", rank=0, host="h", pid=1, started=1,
         born=1, spec=f.WireSpec(b"", (), ()), shards=(), site=f.WireSite((), (), ()), regions=(), transport="t",
-        descriptor=b"", paths=(), conversions=(), slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
+        descriptor=b"", paths=(), conversions=(),
+        verdict="elected", slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
     )  # fmt: skip
     return msgspec.structs.replace(plain, **change)
 

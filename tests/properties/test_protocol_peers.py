@@ -21,7 +21,7 @@ def hello(src: Epoch, dst: bytes, address: str) -> Hello:
     return Hello(
         src=src, dst=dst, version=VERSION, address=address, role="any", instance="i", rank=0, host="h", pid=1,
         started=1, born=src[0], spec=WireSpec(b"", (), ()), shards=(), site=WireSite((), (), ()), regions=(),
-        transport="inproc", descriptor=b"", paths=(), conversions=(), slot_bytes=0, ring_region=0,
+        transport="inproc", descriptor=b"", paths=(), conversions=(), verdict="elected", slot_bytes=0, ring_region=0,
         ring_bytes=0, lease_bytes=0,
     )  # fmt: skip
 

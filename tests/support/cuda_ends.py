@@ -10,7 +10,7 @@ from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import KERNELS, PageMove, Pages
 from disagg_kv.kernels.cuda_queue import CudaQueue
-from disagg_kv.memory import U8, Bell, Buffer, PagedPool
+from disagg_kv.memory import U8, Buffer, Flag, PagedPool
 from disagg_kv.planning import PageCopy
 from disagg_kv.testing.ends import HostMemory
 from disagg_kv.transports import Transport, between_processes
@@ -64,12 +64,12 @@ class CudaMemory:
         found: U8 = _tensor(buffer).cpu().numpy()
         return found
 
-    def ring(self, bell: Bell) -> None:
-        """See :meth:`Memory.ring`; by a stream."""
+    def raise_flag(self, flag: Flag) -> None:
+        """See :meth:`Memory.raise_flag`; by a stream."""
         queue = CudaQueue(torch.device(device()).index)
         with queue:
             stream = torch.cuda.Stream(device())
-            queue.store(stream.cuda_stream, bell.addr, bell.value)
+            queue.store(stream.cuda_stream, flag.addr, flag.value)
         stream.synchronize()
 
 

@@ -10,10 +10,10 @@ from disagg_kv.core import Options
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import CpuKernels, PageMove
-from disagg_kv.memory import Bell, Event
+from disagg_kv.memory import Event, Flag
 from disagg_kv.strategies import LayerPipelined
 from tests.support.rig import Decodes, PrefillOptions, Prefills, Request, Rig, tp_shards
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -21,17 +21,17 @@ SPEC = CacheSpec.kv(2, 4, 8, "float16")
 class Copy:
     """A launched copy; also the event of its end."""
 
-    def __init__(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
+    def __init__(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         self.moves = moves
         self.after = after
-        self.bells = bells
+        self.flags = flags
         self.happened = False
         self.error: Exception | None = None
 
     def run(self) -> None:
         """The device gets there."""
         assert self.after is None or self.after.query(), "the rows are not final"
-        CpuKernels().copy(self.moves, None, self.bells)
+        CpuKernels().copy(self.moves, None, self.flags)
         self.happened, self.error = True, None
 
     def query(self) -> bool:
@@ -43,7 +43,7 @@ class Copy:
         raise AssertionError("a thread waited")
 
 
-class Failing(Flag):
+class Failing(FiredEvent):
     """An engine's event that may raise."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class DeviceKernels(CpuKernels):
         return True
 
     def copy(  # type: ignore[override]
-        self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()
+        self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()
     ) -> Event | None:
         self.at("begin")
         if self.refuses:
             raise self.refuses.pop()
-        copy = Copy(moves, after, bells)
+        copy = Copy(moves, after, flags)
         self.queued.append(copy)
         self.at("end")
         return copy

@@ -19,8 +19,8 @@ from attrs import frozen
 
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import I64
-from disagg_kv.memory import U8, Bell, Buffer
-from disagg_kv.memory.bell import ring
+from disagg_kv.memory import U8, Buffer, Flag
+from disagg_kv.memory.flag import raise_flags
 from disagg_kv.transports import Transport
 from disagg_kv.transports.cuda_api import Gpu, Mark, Stream
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
@@ -183,8 +183,8 @@ class FakeCudaMemory:
     def read(self, buffer: Buffer) -> U8:
         return np.frombuffer(ctypes.string_at(buffer.addr, buffer.nbytes), np.uint8)
 
-    def ring(self, bell: Bell) -> None:
-        ring([bell])
+    def raise_flag(self, flag: Flag) -> None:
+        raise_flags([flag])
 
 
 def fake_cuda_ipc() -> CudaIpcTransport:

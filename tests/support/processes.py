@@ -43,7 +43,7 @@ from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Role, Ticket
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.kernels.tensors import plane_of
-from disagg_kv.memory import U8, Bell, Event
+from disagg_kv.memory import U8, Event, Flag
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import (
@@ -247,7 +247,7 @@ class _Copies(CpuKernels):
         return False
 
     def copy(  # type: ignore[override]
-        self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()
+        self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()
     ) -> Event | None:
         """Begin."""
         self.held.append(_Copying(self, moves))

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from disagg_kv.core import (
-    Agreement,
     AnyFrame,
     Cancel,
     CastVote,
     Decided,
     Effect,
+    Elected,
     FlowPlan,
     Free,
     Gone,
@@ -79,7 +79,7 @@ class Node:
         self.options = options
         self.now = 0.0
         self.dead = False
-        self.agreement = Agreement(rank, world, epoch, options, "instance")
+        self.verdict = Elected(rank, world, epoch, options, "instance")
         self.tombstones = Tombstones()
         self.outbox: list[Send] = []
         self.outcomes: dict[RoomId, list[Phase]] = {}
@@ -93,22 +93,20 @@ class Node:
     def on_frame(self, frame: AnyFrame) -> None:
         if frame.dst != self.epoch or frame.src in self.lost:
             return
-        if isinstance(frame, Vote):
-            self.agree(self.agreement.on_vote(frame, self.now))
-        elif isinstance(frame, Decision):
-            self.agree(self.agreement.on_decision(frame, self.now))
+        if isinstance(frame, Vote | Decision):
+            self.agree(self.verdict.on_frame(frame, self.now))
         else:
             assert isinstance(frame, RoomFrame)
             self.on_room_frame(frame)
 
     def joined(self, epoch: Epoch, rank: Rank) -> None:
-        self.agree(self.agreement.joined(epoch, rank, self.now))
+        self.agree(self.verdict.joined(epoch, rank, self.now))
 
     def lost_sibling(self, epoch: Epoch) -> None:
-        self.agree(self.agreement.lost(epoch, self.now))
+        self.agree(self.verdict.lost(epoch, self.now))
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
-        self.agree(self.agreement.vote(key, ok, reason, self.now))
+        self.agree(self.verdict.vote(key, ok, reason, self.now))
 
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
         for effect in effects:
@@ -240,12 +238,12 @@ class DecodeNode(Node):
             self.handle(key, event)
 
     def tick(self) -> None:
-        self.agree(self.agreement.tick(self.now))
+        self.agree(self.verdict.tick(self.now))
         for key in list(self.rooms):
             self.handle(key, Tick())
 
     def next_at(self) -> float | None:
-        times = [self.agreement.next_at(), *(r.next_at() for r in self.rooms.values())]
+        times = [self.verdict.next_at(), *(r.next_at() for r in self.rooms.values())]
         return min((t for t in times if t is not None), default=None)
 
     def check_integrity(self) -> None:
@@ -381,12 +379,12 @@ class PrefillNode(Node):
                 self.act(key, lambda room: room.handle(event.peer, event, self.now))
 
     def tick(self) -> None:
-        self.agree(self.agreement.tick(self.now))
+        self.agree(self.verdict.tick(self.now))
         for key, _ in list(self.rooms.values()):
             self.act(key, lambda room: room.tick(self.now))
 
     def next_at(self) -> float | None:
-        times = [self.agreement.next_at(), *(m.next_at() for _, m in self.rooms.values())]
+        times = [self.verdict.next_at(), *(m.next_at() for _, m in self.rooms.values())]
         return min((t for t in times if t is not None), default=None)
 
     def check_integrity(self) -> None:

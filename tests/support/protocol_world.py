@@ -323,7 +323,7 @@ class World:
             for n in self.prefill
             for k, m in n.rooms.values()
         ]
-        return f"{rooms} {sends} {[n.agreement.undecided for n in self.nodes.values()]}"
+        return f"{rooms} {sends} {[n.verdict.undecided for n in self.nodes.values()]}"
 
     def _scripts(self) -> list[list[Callable[[], None]]]:
         live: list[list[Callable[[], None]]] = []
@@ -516,7 +516,7 @@ class World:
     def check_end(self) -> None:
         """Everything ended; nothing is held; whoever succeeded has exactly what it needed."""
         for one in self.nodes.values():
-            assert one.dead or (not one.rooms and one.agreement.undecided == 0)
+            assert one.dead or (not one.rooms and one.verdict.undecided == 0)
         for side in (self.prefill, self.decode):
             alive = [n for n in side if not n.dead]
             told = [n.outcomes for n in alive]

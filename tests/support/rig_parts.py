@@ -12,13 +12,13 @@ from disagg_kv.core import RoomFrame
 from disagg_kv.core.wire.frames import Codec, Decision, Vote
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.kernels import Checksums, Kernels, Move, PageMove, kernels_for
-from disagg_kv.memory import Bell, Buffer, Event, MemoryPool, bytes_of
+from disagg_kv.memory import Buffer, Event, Flag, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.transports import InprocTransport, PeerEvent, Settled, Transport, WriteEnded
 from tests.support.pools import Bytes
 
 
-class Flag:
+class FiredEvent:
     """An engine's event that the test fires."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class CountingKernels:
         self.copies: list[int] = []
         self.scatters: list[int] = []
         self.fail: Exception | None = None
-        self.events: list[Flag] | None = None
+        self.events: list[FiredEvent] | None = None
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
         """Count and pass on."""
@@ -56,10 +56,10 @@ class CountingKernels:
         self.scatters.append(len(moves))
         return self._done(self._inner.scatter(pool, moves, staging))
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         """Count and pass on."""
         self.copies.append(len(moves))
-        return self._done(self._inner.copy(moves, after, bells))
+        return self._done(self._inner.copy(moves, after, flags))
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Count and pass on."""
@@ -73,7 +73,7 @@ class CountingKernels:
             raise self.fail
         if self.events is None:
             return event
-        self.events.append(Flag())
+        self.events.append(FiredEvent())
         return self.events[-1]
 
 
@@ -279,9 +279,9 @@ class Over:
 class Listening(Over):
     """Notes the frames about rooms that go to the other side; the work is the inner one's."""
 
-    def __init__(self, inner: Channel, heard: list[RoomFrame]) -> None:
+    def __init__(self, inner: Channel, raised: list[RoomFrame]) -> None:
         super().__init__(inner)
-        self._heard = heard
+        self._heard = raised
         self._codec = Codec()
 
     def send(self, address: str, frame: bytes) -> bool:

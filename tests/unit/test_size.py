@@ -16,12 +16,12 @@ lines"""
 """What it is."""
 
 
-class BellWatch:
+class FlagWatch:
     """A class."""
 
     def ring_all(self) -> None:
         """A method."""
-        print("bell", HTTPBells)
+        print("flag", HTTPFlags)
 '''
 
 
@@ -30,8 +30,8 @@ def test_lines_of_code_are_neither_documentation_nor_comments_nor_blank() -> Non
 
 
 def test_a_name_counts_by_its_words_and_text_does_not() -> None:
-    assert size.names(SOURCE) >= {"_bell_watch_", "_ring_all_", "_http_bells_", "_value_"}
-    assert size.names('x = "bell"  # bell') == {"_x_"}
+    assert size.names(SOURCE) >= {"_flag_watch_", "_ring_all_", "_http_flags_", "_value_"}
+    assert size.names('x = "flag"  # flag') == {"_x_"}
 
 
 def test_every_mechanism_is_known_to_some_file_and_has_a_row_in_the_ledger() -> None:

@@ -5,7 +5,6 @@ from .base import (
     Awaited,
     Cancel,
     CastVote,
-    Concluded,
     Decided,
     Effect,
     Finished,
@@ -22,8 +21,6 @@ from .base import (
     Quarantine,
     Quiet,
     Reserve,
-    Ring,
-    RingFinal,
     RoomKey,
     Scatter,
     Scattered,
@@ -44,7 +41,9 @@ from .room.rows import Chunk, Readiness
 from .room.send_room import SendRoom
 from .room.tables import RECEIVING, SENDING, Receiving, Sending
 from .tombstones import RoomOutcome, Tombstones
-from .verdict.agreement import Agreement, Outcome
+from .verdict.alone import Alone
+from .verdict.base import Outcome, Verdict
+from .verdict.elected import Elected
 from .wire.frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
 from .wire.verify import SUM_BYTES, Verify, check_verify, verified
 
@@ -56,7 +55,7 @@ __all__ = [
     "SENDING",
     "SUM_BYTES",
     "VERSION",
-    "Agreement",
+    "Alone",
     "AnyFrame",
     "AskAgain",
     "Awaited",
@@ -64,9 +63,9 @@ __all__ = [
     "CastVote",
     "Chunk",
     "Codec",
-    "Concluded",
     "Decided",
     "Effect",
+    "Elected",
     "Finished",
     "Flow",
     "FlowPlan",
@@ -95,8 +94,6 @@ __all__ = [
     "ReceiveRoom",
     "Receiving",
     "Reserve",
-    "Ring",
-    "RingFinal",
     "RoomFrame",
     "RoomKey",
     "RoomOutcome",
@@ -113,6 +110,7 @@ __all__ = [
     "Unlink",
     "Unreachable",
     "Up",
+    "Verdict",
     "Verify",
     "WriteFailed",
     "Wrote",

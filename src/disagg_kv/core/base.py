@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .wire.frames import Frame, WireBells, WirePace, WireTable
+from .wire.frames import Frame, WireFlags, WirePace, WireTable
 from .wire.verify import Verify
 
 
@@ -62,8 +62,6 @@ class Options:
         parked: ``Expect`` frames that may wait for the engine to open their room.
         parked_pages: page ids that they may name together.
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
-        bells: blocks of slots on a decode rank's board of bells: as many pairs of a room and a prefill rank on its host
-            announce segments by bells at a time. 0: frames alone announce them.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself, or else of one that no room depends on; if there is none, it is refused by name.
         link_bytes: bytes of memory for the connections to peers. Above it, the connections that were not used for the
@@ -86,7 +84,6 @@ class Options:
     parked: int = 4096
     parked_pages: int = 1 << 24
     request_pages: int = 1 << 22
-    bells: int = 512
     peers: int = 16_384
     link_bytes: int = 128 << 20
     link_descriptors: int | None = None
@@ -96,9 +93,8 @@ class Options:
             name, value = f"option {one.name}", getattr(self, one.name)
             if value is None and one.default is None:
                 continue
-            least = 0 if one.name == "bells" else 1
             is_time = one.name.endswith("_s")
-            known = arguments.seconds(value, name) if is_time else arguments.count(value, name, least=least)
+            known = arguments.seconds(value, name) if is_time else arguments.count(value, name, least=1)
             object.__setattr__(self, one.name, known)
         if not self.heartbeat_s < self.silence_s:
             raise ConfigurationError(
@@ -176,13 +172,13 @@ class Awaited:
 class Introduced:
     """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
 
-    ``bells``: by rank, the slots in which it may announce segments; empty: frames alone announce them.
+    ``flags``: by rank, those that it may raise for segments that have landed; empty: frames alone announce them.
     """
 
     writers: tuple[Epoch, ...]
     intake: Intake
     pace: WirePace | None = None
-    bells: tuple[WireBells, ...] = ()
+    flags: tuple[WireFlags, ...] = ()
 
 
 @frozen
@@ -206,19 +202,6 @@ class Scattered:
 
     segment: Segment
     error: Exception | None = None
-
-
-@frozen
-class Concluded:
-    """Decode's engine has seen from bells that all awaited rows are in its pages, and the aux data where it wants them.
-
-    Args:
-        segments: how many have rung.
-        nbytes: bytes of these rows.
-    """
-
-    segments: int
-    nbytes: int
 
 
 @frozen
@@ -308,27 +291,6 @@ class Send:
 
 
 @frozen
-class Ring:
-    """Ring the bell of a segment that has landed: store ``value`` in a slot of the peer's board."""
-
-    to: Epoch
-    slot: int
-    value: int
-    segment: Segment
-
-
-@frozen
-class RingFinal:
-    """Ring the final record of a room: its rows end at ``stop``, and ``aux`` are its aux data."""
-
-    to: Epoch
-    slot: int
-    value: int
-    stop: int
-    aux: bytes | None
-
-
-@frozen
 class Reserve:
     """Ask the ring for a segment's lease on behalf of a peer (again: ``ready`` may have become true)."""
 
@@ -402,10 +364,7 @@ class Granted:
     transfer: Transfer
 
 
-Effect = (
-    Send | Ring | RingFinal | Reserve | Free | Quarantine | Prepare | Scatter
-    | Store | CastVote | Transfer | Granted
-)  # fmt: skip
+Effect = Send | Reserve | Free | Quarantine | Prepare | Scatter | Store | CastVote | Transfer | Granted
 
 
 class RoomKey(NamedTuple):

@@ -57,7 +57,6 @@ class Report:
             None: they are not. The other ranks of the instance may still lack rows.
         ended: the time when this rank knew the outcome, in seconds of the endpoint's clock; None: it does not.
         opened: the time when the endpoint began the room, in seconds of its clock; None: it has not yet.
-        bells: on decode, True: the engine knew from bells that all rows are in its pages, before the endpoint did.
     """
 
     path: str = ""
@@ -73,7 +72,6 @@ class Report:
     placed: float | None = None
     ended: float | None = None
     opened: float | None = None
-    bells: bool = False
     _flying: int = field(default=0, init=False, repr=False)
     _since: float = field(default=0.0, init=False, repr=False)
     _over: float = field(default=0.0, init=False, repr=False)
@@ -119,8 +117,6 @@ class PeerInfo:
         lane: the transport over which this side reaches the peer; "": it does not, as with ranks of its own instance.
             The peer chooses for itself over which one it writes.
         lane_reason: why that one, where the endpoint has several.
-        no_bells: on prefill, why no segment is announced to the peer by a bell; on decode, why another rank of the
-            instance and this one cannot agree by words; empty: bells may ring.
     """
 
     instance: str
@@ -137,7 +133,6 @@ class PeerInfo:
     rooms: tuple[RoomId, ...] = ()
     lane: str = ""
     lane_reason: str = ""
-    no_bells: str = ""
 
     @property
     def held_bytes(self) -> int:

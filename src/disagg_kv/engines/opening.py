@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
 from ..channels.reach import reached_at
-from ..core import Options
+from ..core import Alone, Options
 from ..endpoints import DecodeEndpoint, PrefillEndpoint, threads_on
 from ..errors import ConfigurationError, UnknownNameError
 from ..geometry import Shard
@@ -145,6 +145,7 @@ def _open(
     if scratch is not None:
         undo.callback(shutil.rmtree, scratch, ignore_errors=True)
     common = {"rank": rank, "shards": shards, "rendezvous": meeting, "verify": options.verify, "strategy": strategy}
+    common["verdict"] = Alone  # engines reduce over ranks
     common["options"] = Options(silence_s=options.silence_s, claim_s=options.claim_s, total_s=options.total_s)
     own, sender, receiver = ["", ""], None, None
     shown = Shown(options.metrics, options.status_socket, rank)

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from ..geometry import PageTable
 from ..ids import GroupId
-from ..memory import Bell, Buffer, Event, MemoryPool, PagedMemory
+from ..memory import Buffer, Event, Flag, MemoryPool, PagedMemory
 from ..planning import PageCopy, StagedLayout
 
 
@@ -87,19 +87,18 @@ class Kernels(Protocol):
         """Copy staging into pages: all moves in one launch. None: it is done already."""
         ...
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         """Copy pages into pages: all moves, to any number of pools, in one launch, after ``after``.
 
         All pools lie on one device, as this process sees them. None: it is done already, and other processes see the
-        bytes. Otherwise both hold once the event has happened. The caller keeps the pools and the bells until then:
+        bytes. Otherwise both hold once the event has happened. The caller keeps the pools and the flags until then:
         they keep the memory mapped. Called by the thread that advances an endpoint, and so by several at a time.
 
         Args:
             moves: what is copied.
             after: what it comes after.
-            bells: rung where the device does it without a thread: behind all moves, and before the event of the end.
-                Otherwise they are left to the caller, who rings them again in any case. A call that raises an error
-                that may be retried has rung none.
+            flags: raised where the device does it without a thread: behind all moves, and before the event of the
+                end. Otherwise they stay as they are. A call that raises an error that may be retried has raised none.
         """
         ...
 

@@ -15,8 +15,8 @@ from .. import arguments
 from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CONVERSION_NAMES, CacheSpec, PageTable, shard
 from ..ids import GroupId
-from ..memory import U8, Bell, Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
-from ..memory.bell import ring
+from ..memory import U8, Buffer, Event, Flag, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
+from ..memory.flag import raise_flags
 from ..planning import PageCopy, StagedLayout
 from .base import (
     Checksums,
@@ -63,8 +63,8 @@ class ReferenceKernels:
         reference.scatter(pool, moves, staging)
         _finish(staging.device)
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
-        """Copy pages into pages; blocks until ``after`` has happened and the copy is done. Rings no bells."""
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
+        """Copy pages into pages; blocks until ``after`` has happened and the copy is done. raises no flags."""
         from .copy import reference
 
         if after is not None:
@@ -106,12 +106,12 @@ class CpuKernels:
         """Copy staging into pages; blocks until it is done."""
         scatter_cpu.scatter(pool, moves, staging)
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         """Copy pages into pages, in one pass; blocks until ``after`` has happened and the copy is done."""
         if after is not None:
             after.synchronize()
         copy_cpu.copy(moves)
-        ring(bells)
+        raise_flags(flags)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
@@ -150,17 +150,17 @@ class TritonKernels:
         """Enqueue the copy of staging into pages; the event of its end."""
         return _launcher("scatter")(pool, moves, staging)
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         """Enqueue the copy of pages into pages behind ``after``; the event of its end.
 
-        One stream rings the bells. Conversions, which take several launches, leave them to the caller.
+        One stream raises the flags. Conversions, which take several launches, raise none.
         """
         _launcher("gather")  # what is missing is said there
         if any(converts(move.source.pool) for move in moves):
             from .triton_convert import copy
 
             return copy(_copier(self._programs), moves, after, self._programs)
-        return _copier(self._programs)(moves, after, bells)
+        return _copier(self._programs)(moves, after, flags)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
         """Write the table of a scatter and bring it to the GPU."""

@@ -12,8 +12,8 @@ import torch
 
 from ..errors import RegistrationError
 from ..geometry import PageTable
-from ..memory import Bell, Event, PagedMemory
-from ..memory.bell import ring
+from ..memory import Event, Flag, PagedMemory
+from ..memory.flag import raise_flags
 from ..planning import PageCopy, StagedLayout
 from .base import PageMove, Pages
 from .cuda_queue import Mark
@@ -44,11 +44,11 @@ class CopyLauncher(Host):
         self._finding = threading.Lock()
 
     def __call__(
-        self, moves: Sequence[PageMove], after: Event | None = None, bells: Sequence[Bell] = ()
+        self, moves: Sequence[PageMove], after: Event | None = None, flags: Sequence[Flag] = ()
     ) -> Mark | None:
         """Enqueue one launch for all ``moves`` behind ``after`` and return the event of its end; None: done already.
 
-        The stream rings the bells behind it.
+        The stream raises the flags behind it.
 
         Does not wait, unless ``after`` is no CUDA event and has not happened. An error means that nothing is read or
         written any more.
@@ -62,10 +62,10 @@ class CopyLauncher(Host):
             return None
         if device == "cpu":
             self._interpreter.copy(moves, self._programs or INTERPRETED_PROGRAMS, after)
-            ring(bells)
+            raise_flags(flags)
             return None
         context = self._context(device)
-        call = self._write(context, moves, context.slots.take, bells)
+        call = self._write(context, moves, context.slots.take, flags)
         return None if call is None else self._enqueue(call, after)
 
     def _enqueue(self, call: Written, after: Event | None) -> Mark:
@@ -93,7 +93,7 @@ class CopyLauncher(Host):
         context: LaunchContext,
         moves: Sequence[PageMove],
         take: Callable[[int], ArgumentSlot | None],
-        bells: Sequence[Bell],
+        flags: Sequence[Flag],
     ) -> Written | None:
         """A call's table in a slot; None: there is nothing to do, or no slot."""
         stream = context.stream()
@@ -109,7 +109,7 @@ class CopyLauncher(Host):
         programs, counts = min(call.total, bound), (call.shape.tiles, call.total)
         full = programs == bound
         return Written(
-            context, stream, slot, call.words, call.entries, (slot.device,), counts, programs, call.shape, full, bells
+            context, stream, slot, call.words, call.entries, (slot.device,), counts, programs, call.shape, full, flags
         )
 
     def _pool_words(self, context: LaunchContext, pool: PagedMemory, stream: torch.cuda.Stream) -> PoolWords:

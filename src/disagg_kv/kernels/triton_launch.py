@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve
 
 from ..errors import DisaggKVError, LocalProtocolError, RegistrationError
-from ..memory import Bell, Buffer, Event, MemoryPool, parts
+from ..memory import Buffer, Event, Flag, MemoryPool, parts
 from .base import Move
 from .cuda_queue import CudaQueue, Mark
 from .triton_entry import Entry, entry_of
@@ -74,7 +74,7 @@ class Written:
         tables, counts: the kernel's arguments before the constants.
         programs, shape: how the launch is cut.
         fills: whether it keeps busy all that such launches may take of the GPU.
-        bells: rung behind it.
+        flags: raised behind it.
         uploaded: whether the words are on their way.
     """
 
@@ -88,7 +88,7 @@ class Written:
     programs: int
     shape: Shape
     fills: bool
-    bells: Sequence[Bell] = ()
+    flags: Sequence[Flag] = ()
     uploaded: bool = False
 
     def shift(self, base: int) -> None:
@@ -182,7 +182,7 @@ class Host:
             if entry is not None and programs:
                 entry(queue, on, programs, [one.data_ptr() for one in call.tables], call.counts, rest)
             if entry is not None or not programs:
-                mark = _end(queue, on, call.bells)
+                mark = _end(queue, on, call.flags)
                 if full:
                     context.before = awaited, mark
                 return mark
@@ -190,7 +190,7 @@ class Host:
         with COMPILING, torch.cuda.stream(call.stream):
             launched = self._kernel[(programs,)](*call.tables, *call.counts, *rest, num_warps=self._tuning.warps)
         with queue:
-            mark = _end(queue, on, call.bells)
+            mark = _end(queue, on, call.flags)
             context.entries[constants] = entry_of(check_launcher(launched), queue, len(call.tables), len(call.counts))
             return mark
 
@@ -358,15 +358,15 @@ class PreparedLaunch:
             self._give_up()
 
 
-def _end(queue: CudaQueue, stream: int, bells: Sequence[Bell]) -> Mark:
-    """Ring bells behind all that a stream has, then record the event of the end.
+def _end(queue: CudaQueue, stream: int, flags: Sequence[Flag]) -> Mark:
+    """Ring flags behind all that a stream has, then record the event of the end.
 
     One that the driver refuses is lost alone: the copy is launched, and its frame follows. In a broken context the
     record fails, too.
     """
-    for bell in bells:
+    for flag in flags:
         with suppress(DisaggKVError):
-            queue.store(stream, bell.addr, bell.value)
+            queue.store(stream, flag.addr, flag.value)
     return queue.record(stream)
 
 

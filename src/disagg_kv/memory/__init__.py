@@ -1,11 +1,11 @@
 """Pools, buffers and planes."""
 
 from .base import Buffer, Event, MappedPool, Mark, MemoryPool, PagedMemory
-from .bell import Bell
 from .calling import undisturbed
 from .converted import ConvertedPool
 from .devices import spread
 from .events import All, CudaEvent, parts
+from .flag import Flag
 from .paged import Layout, PagedPool, new_buffer
 from .raw import U8, bytes_of, plane_view, stored_bytes
 from .soundness import check_memory
@@ -13,11 +13,11 @@ from .soundness import check_memory
 __all__ = [
     "U8",
     "All",
-    "Bell",
     "Buffer",
     "ConvertedPool",
     "CudaEvent",
     "Event",
+    "Flag",
     "Layout",
     "MappedPool",
     "Mark",

@@ -146,7 +146,7 @@ class MemoryPool(PagedMemory, Protocol):
     def write_aux(self, slot: int, data: bytes) -> None:
         """Copy ``data``, at most ``aux_bytes`` long, into the aux row ``slot``.
 
-        The endpoint's thread calls it; for a room that bells end, so does the engine's in ``poll`` and ``phase``. Both
+        The endpoint's thread calls it; for a room that flags end, so does the engine's in ``poll`` and ``phase``. Both
         may do so at once, for other rows or for one row with the same data.
 
         Raises:

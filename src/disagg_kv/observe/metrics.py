@@ -88,7 +88,6 @@ COUNTED: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     "links.dropped": (LINKS_DROPPED, ()),
     "requests.retried": (RETRIES, ()),
     "lookups.failed": (LOOKUP_FAILURES, ()),
-    "bells.refused": (REFUSALS, ("bell",)),
     "connections.refused": (REFUSALS, ("connection",)),
     "frames.refused": (REFUSALS, ("frame",)),
     "frames.forged": (REFUSALS, ("forged",)),

@@ -17,11 +17,11 @@ from attrs import frozen
 
 from ..errors import DisaggKVError
 from ..ids import Peer, RegionId, Ticket
-from ..memory import U8, Bell, Buffer, bytes_of
-from ..memory.bell import ring
+from ..memory import U8, Buffer, Flag, bytes_of
+from ..memory.flag import raise_flags
 from ..planning import Writes
-from ..transports import PeerEvent, Settled, SupportsAllocate, SupportsBells, Transport, WriteEnded
-from ..transports.bells import words_of
+from ..transports import PeerEvent, Settled, SupportsAllocate, SupportsFlags, Transport, WriteEnded
+from ..transports.flags import words_of
 
 TransportEvent = WriteEnded | Settled | PeerEvent
 
@@ -41,8 +41,8 @@ class Memory(Protocol):
         """A copy of the whole buffer."""
         ...
 
-    def ring(self, bell: Bell) -> None:
-        """Store a bell's word, as kernels of the memory's device do."""
+    def raise_flag(self, flag: Flag) -> None:
+        """Store a flag's word, as kernels of the memory's device do."""
         ...
 
 
@@ -63,9 +63,9 @@ class HostMemory:
         """See :meth:`Memory.read`."""
         return bytes_of(buffer).copy()
 
-    def ring(self, bell: Bell) -> None:
-        """See :meth:`Memory.ring`."""
-        ring([bell])
+    def raise_flag(self, flag: Flag) -> None:
+        """See :meth:`Memory.raise_flag`."""
+        raise_flags([flag])
 
 
 def plain(array: U8) -> Buffer:
@@ -84,7 +84,7 @@ class End:
         self._events: list[TransportEvent] = []
         self._again: tuple[Peer, Writes] | None = None
         self._resting = False
-        self._board: Buffer | None = None
+        self._page: Buffer | None = None
 
     def add(self, data: U8) -> RegionId:
         """Allocate, fill with ``data`` and register."""
@@ -142,16 +142,16 @@ class End:
         """Put something else into the region's memory."""
         self._memory.write(self._buffers[region], data)
 
-    def board(self, nbytes: int) -> bytes:
-        """Make a board of bells; where it is."""
-        assert isinstance(self.transport, SupportsBells)
-        self._board, place = self.transport.bell_board(nbytes)
+    def flag_page(self, nbytes: int) -> bytes:
+        """Make a flag page; where it is."""
+        assert isinstance(self.transport, SupportsFlags)
+        self._page, place = self.transport.flag_page(nbytes)
         return place
 
     def words(self) -> list[int]:
-        """What is in the board."""
-        assert self._board is not None
-        return words_of(self._board).tolist()
+        """What is in the flag page."""
+        assert self._page is not None
+        return words_of(self._page).tolist()
 
     def descriptor(self) -> bytes:
         """The transport's own."""
@@ -280,9 +280,9 @@ class Child:
         """See :meth:`End.fill`."""
         self._ask("fill", region, data)
 
-    def board(self, nbytes: int) -> bytes:
-        """As :meth:`End.board`."""
-        place: bytes = self._ask("board", nbytes)
+    def flag_page(self, nbytes: int) -> bytes:
+        """As :meth:`End.flag_page`."""
+        place: bytes = self._ask("flag_page", nbytes)
         return place
 
     def words(self) -> list[int]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from .ends import HostMemory, Memory
 from .transport_after import AfterwardsCases
-from .transport_bells import BellCases
 from .transport_claims import ClaimCases, LossCases
 from .transport_data import DataCases
 from .transport_events import EventCases
+from .transport_flags import FlagCases
 from .transport_fork import ForkCases
 from .transport_leaks import LeakCases
 from .transport_mapping import MappingCases
@@ -30,7 +30,7 @@ class TransportSuite(
     DataCases,
     EventCases,
     MappingCases,
-    BellCases,
+    FlagCases,
     MemoryCases,
     PeerCases,
     AfterwardsCases,

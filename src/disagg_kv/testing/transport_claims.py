@@ -14,7 +14,7 @@ from .ends import Child, End
 from .limits import at_most
 from .pair import POISON, Log, Pair, batch, noise, same, wait, watch
 from .transport_cases import NBYTES, TransportCases, VictimCases
-from .transport_events import FEW, MANY, Flag, submit_after
+from .transport_events import FEW, MANY, FiredEvent, submit_after
 
 PATIENCE_S = 10.0
 """The longest ``drain_s`` that the suite waits for."""
@@ -102,7 +102,7 @@ class ClaimCases(TransportCases):
         """With ``caps.waits_events``; the event happens only after both have returned."""
         if not pair.caps.waits_events:
             pytest.skip("refuses events")
-        flag = Flag()
+        flag = FiredEvent()
         with at_most(pair.timeout_s, "submit or poll, while an event has not happened,"):
             ticket = submit_after(pair, rows, flag)
             for _ in range(20):
@@ -115,7 +115,7 @@ class ClaimCases(TransportCases):
         """The error names it, and a program finds it as ``__cause__``."""
         if not pair.caps.waits_events:
             pytest.skip("refuses events")
-        flag = Flag()
+        flag = FiredEvent()
         ticket = submit_after(pair, FEW, flag)
         flag.error = RuntimeError("the engine's own")
         error: BaseException | None = pair.end(ticket).error

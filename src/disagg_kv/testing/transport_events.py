@@ -14,7 +14,7 @@ MANY: list[Row] = [(2 * i, 2 * i, 1) for i in range(20000)]
 """More than a transport does in passing."""
 
 
-class Flag:
+class FiredEvent:
     """An event that happens, or fails, when the test sets it."""
 
     happened = False
@@ -31,7 +31,7 @@ class Flag:
         assert self.happened, "a transport that waits for events must not block in submit"
 
 
-def submit_after(pair: Pair, rows: list[Row], after: Flag) -> Ticket:
+def submit_after(pair: Pair, rows: list[Row], after: FiredEvent) -> Ticket:
     """As many of the writes as one batch may have, behind an event."""
     writes = batch(pair.local, pair.remote, rows[: pair.caps.max_batch])
     return pair.source.transport.submit(pair.peer, writes, after=after)
@@ -52,13 +52,13 @@ class EventCases(TransportCases):
         if pair.caps.waits_events:
             pytest.skip("waits for events")
         with refused(TransportError, "an event without caps.waits_events"):
-            submit_after(pair, FEW, Flag())
+            submit_after(pair, FEW, FiredEvent())
         pair.check()
 
     @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
     def test_a_batch_waits_for_its_event_and_others_do_not(self, waiting: Pair, rows: list[Row]) -> None:
         """Its source may change until then; a batch that waits for nothing passes it."""
-        pair, flag = waiting, Flag()
+        pair, flag = waiting, FiredEvent()
         ticket = submit_after(pair, rows, flag)
         pair.put((NBYTES - 10, NBYTES - 10, 10))
         assert ticket not in pair.log.ended, "a ticket ended before its event"
@@ -71,7 +71,7 @@ class EventCases(TransportCases):
 
     def test_an_event_that_has_happened_delays_nothing(self, waiting: Pair) -> None:
         """As if there were none."""
-        flag = Flag()
+        flag = FiredEvent()
         flag.happened = True
         pair = waiting
         pair.succeed(submit_after(pair, FEW, flag))
@@ -84,7 +84,7 @@ class EventCases(TransportCases):
         self, waiting: Pair, rows: list[Row], error: Exception
     ) -> None:
         """Quiet at once: the memory can be taken back."""
-        pair, flag = waiting, Flag()
+        pair, flag = waiting, FiredEvent()
         ticket = submit_after(pair, rows, flag)
         pair.work()
         flag.error = error
@@ -98,7 +98,7 @@ class EventCases(TransportCases):
     @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
     def test_close_ends_what_still_waits(self, waiting: Pair, rows: list[Row]) -> None:
         """Nothing of it was read or written, nor will be."""
-        pair, flag = waiting, Flag()
+        pair, flag = waiting, FiredEvent()
         ticket = submit_after(pair, rows, flag)
         pair.work()
         assert ticket not in pair.source.close(0.0), "close calls a ticket unquiet of which nothing was posted"

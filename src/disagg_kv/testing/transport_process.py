@@ -10,7 +10,7 @@ from .ends import Child, End
 from .pair import POISON, Log, Pair, batch, noise, same, wait, watch
 from .transport_after import fenced
 from .transport_cases import NBYTES, VictimCases
-from .transport_events import FEW, MANY, Flag, submit_after
+from .transport_events import FEW, MANY, FiredEvent, submit_after
 
 WATCHED_S = 0.5
 """How long memory is watched that a lost peer may not write to any more."""
@@ -69,7 +69,7 @@ class ProcessCases(VictimCases):
         """Nothing of it was posted: it is quiet at once, and its event may never happen."""
         if not (apart.caps.waits_events and apart.caps.detects_peer_death):
             pytest.skip("waits for no events, or for no peer's end")
-        tickets = [submit_after(apart, rows, Flag()) for rows in (FEW, MANY)]
+        tickets = [submit_after(apart, rows, FiredEvent()) for rows in (FEW, MANY)]
         victim.kill()
         log = apart.log
         wait(lambda: set(tickets) <= set(log.ended), lambda: log.add(apart.source.events()), self.timeout_s, "the ends")

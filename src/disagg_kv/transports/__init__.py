@@ -1,14 +1,14 @@
 """One-sided writes."""
 
 from .base import (
-    Bells,
     Capabilities,
+    Flags,
     Lane,
     LinkCost,
     PeerEvent,
     Settled,
     SupportsAllocate,
-    SupportsBells,
+    SupportsFlags,
     SupportsLanes,
     SupportsMapping,
     Transport,
@@ -25,11 +25,11 @@ from .shm import ShmTransport
 
 __all__ = [
     "PROCESS",
-    "Bells",
     "Capabilities",
     "Connected",
     "Descriptor",
     "Extents",
+    "Flags",
     "Home",
     "InprocTransport",
     "Lane",
@@ -41,7 +41,7 @@ __all__ = [
     "Settled",
     "ShmTransport",
     "SupportsAllocate",
-    "SupportsBells",
+    "SupportsFlags",
     "SupportsLanes",
     "SupportsMapping",
     "Transport",

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from attrs import frozen
 
 from ..ids import Peer, RegionId, Ticket
-from ..memory import Bell, Buffer, Event
+from ..memory import Buffer, Event, Flag
 from ..planning import Writes
 
 
@@ -221,60 +221,38 @@ class SupportsAllocate(Protocol):
         ...
 
 
-class Bells(Protocol):
-    """A peer's board of bells, as this process rings them. One thread makes all calls; nothing blocks.
+class Flags(Protocol):
+    """A peer's page of completion flags, as this process raises them. One thread makes all calls; nothing blocks.
 
-    A bell shows the peer that bytes of ours are in its memory. See :mod:`disagg_kv.transports.bells`.
+    A raised flag shows the peer that bytes of ours are in its memory. See :mod:`disagg_kv.transports.flags`.
     """
 
-    def ring(self, slot: int, value: int, record: tuple[int, int, int, int, int]) -> None:
-        """Store a record, then the value. All that this process stored before is visible with the value.
+    def arm(self, slot: int, value: int, record: tuple[int, int, int, int, int], device: str) -> Flag | None:
+        """Store a record, and return what kernels of ``device`` store behind its bytes to raise the flag.
 
-        Raises:
-            TransportError: the board has no such slot.
-        """
-        ...
-
-    def ring_final(self, slot: int, value: int, final: tuple[int, bytes | None]) -> None:
-        """Store a final record and its aux data, then the value, as :meth:`ring` does.
+        The page stays mapped while the returned value is referenced.
 
         Args:
-            slot: its first slot.
-            value: what rings.
-            final: one past the room's last row, and the aux data; None: there are none.
-
-        Raises:
-            TransportError: the board has no such slots, or the aux data are longer than ``AUX_BYTES``.
-        """
-        ...
-
-    def arm(self, slot: int, value: int, record: tuple[int, int, int, int, int], device: str) -> Bell | None:
-        """Store a record, so that the word alone is the bell, and return that for kernels of ``device``.
-
-        Whatever becomes of it, :meth:`ring` may ring the same value later. The board stays mapped while the returned
-        value is referenced.
-
-        Args:
-            slot: where it rings.
-            value: what rings.
+            slot: of the flag.
+            value: what raises it.
             record: what has landed then.
             device: of the kernels, as in :attr:`Buffer.device`.
 
         Returns:
-            None if kernels of such a device cannot store there, or if the slot has a later bell.
+            None if kernels of such a device cannot store there, or if the slot has a later flag.
 
         Raises:
-            TransportError: the board has no such slot.
+            TransportError: the page has no such slot.
         """
         ...
 
 
 @runtime_checkable
-class SupportsBells(Protocol):
+class SupportsFlags(Protocol):
     """A transport whose peers on one host share words of host memory."""
 
-    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """Return ``nbytes`` of zeroed host memory, and what a peer passes to :meth:`open_bells`.
+    def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """Return ``nbytes`` of zeroed host memory, and what a peer passes to :meth:`open_flags`.
 
         The memory is freed with its owner. Peers that have opened it keep it.
 
@@ -283,13 +261,13 @@ class SupportsBells(Protocol):
         """
         ...
 
-    def open_bells(self, peer: Peer, board: bytes) -> Bells:
-        """Open the board of a connected peer. Any thread, as :meth:`Transport.connect`; it may take milliseconds.
+    def open_flags(self, peer: Peer, page: bytes) -> Flags:
+        """Open the flag page of a connected peer. Any thread, as :meth:`Transport.connect`; it may take milliseconds.
 
         Raises:
-            PeerLostError: the peer has ended or given the board back.
+            PeerLostError: the peer has ended or given the page back.
             TransportError: an unknown peer, or one that shares no memory with this process.
-            RemoteProtocolError: ``board`` is not of this transport.
+            RemoteProtocolError: ``page`` is not of this transport.
         """
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from .. import arguments
 from ..errors import ConfigurationError, IncompatiblePeerError, TransportError
 from ..ids import Peer
-from .base import Capabilities, Lane, SupportsAllocate, SupportsBells, SupportsLanes, SupportsMapping, Transport
+from .base import Capabilities, Lane, SupportsAllocate, SupportsFlags, SupportsLanes, SupportsMapping, Transport
 from .descriptor import Descriptor, encode, pack
 from .lane_offers import JOIN, KIND, MOST_LANES, UNNUMBERED, Offer, is_combined, listed, read
 from .lanes import (
@@ -24,7 +24,7 @@ def combined(lanes: Sequence[Transport], left_out: Mapping[str, str] | None = No
     """See :func:`combine`; of lanes that were checked, also of one, and with those that were left out."""
     allocates = any(isinstance(lane, SupportsAllocate) for lane in lanes)
     maps = any(isinstance(lane, SupportsMapping) for lane in lanes)
-    if maps and any(isinstance(lane, SupportsBells) for lane in lanes):
+    if maps and any(isinstance(lane, SupportsFlags) for lane in lanes):
         return (RingingAllocatingTransport if allocates else RingingTransport)(lanes, left_out)
     if maps:
         return (AllocatingMappingTransport if allocates else MappingTransport)(lanes, left_out)

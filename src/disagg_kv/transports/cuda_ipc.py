@@ -33,13 +33,13 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
 from .base import Capabilities, PeerEvent, Settled, WriteEnded
-from .bells import HostBells
 from .connected import Connected
 from .cuda_api import Cuda, Gpu, Mark, Stream
 from .cuda_driver import driver as this_driver
-from .cuda_memory import OWNER, CudaBells, Opened, Owner, index, unreachable
+from .cuda_memory import OWNER, CudaFlags, Opened, Owner, index, unreachable
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .memfd import new_board, open_board
+from .flags import HostFlags
+from .memfd import new_flag_page, open_flag_page
 from .process import Exits, Home, Process, Watch, namespace
 from .regions import Extents, RegionTable
 from .waiting import happened, not_posted
@@ -160,7 +160,7 @@ class CudaIpcTransport:
         self._flying: dict[_Remote, None] = {}
         self._leaving: list[_Remote] = []
         self._tickets = count(1)
-        self._boards = count(1)
+        self._flag_pages = count(1)
         self._unquiet: set[Ticket] = set()
         self._events: list[WriteEnded | Settled | PeerEvent] = []
         self._closed = False
@@ -341,23 +341,23 @@ class CudaIpcTransport:
             addr, opened = self._open(remote, index(device), named, remote.places[region])
         return Buffer(addr, named.nbytes, device, opened)
 
-    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """See :meth:`SupportsBells.bell_board`; host memory, in a file of its own."""
+    def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsFlags.flag_page`; host memory, in a file of its own."""
         self._check_open()
-        return new_board(self._me, next(self._boards), nbytes)
+        return new_flag_page(self._me, next(self._flag_pages), nbytes)
 
-    def open_bells(self, peer: Peer, board: bytes) -> HostBells:
-        """See :meth:`SupportsBells.open_bells`; streams of the device of our regions ring, too, if the driver can."""
+    def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
+        """See :meth:`SupportsFlags.open_flags`; streams of the device of our regions raise flags, if the driver can."""
         self._check_open()
         if self._peers.get(peer) is None:
             raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
-        memory = open_board(peer, board)
+        memory = open_flag_page(peer, page)
         if self._device is not None:
             try:
-                return CudaBells(self._cuda, self._device, memory, peer.hex())
+                return CudaFlags(self._cuda, self._device, memory, peer.hex())
             except TransportError as error:
-                log.warning("cuda_ipc: peer %s: its bells are rung by a thread: %s", peer.hex(), error)
-        return HostBells(memory)
+                log.warning("cuda_ipc: peer %s: no stream raises its flags: %s", peer.hex(), error)
+        return HostFlags(memory)
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`; what is mapped is given back once nothing is on its way to it."""

@@ -13,8 +13,8 @@ from attrs import frozen
 
 from ..errors import TransportError
 from ..memory import Buffer
-from .bells import HostBells
 from .cuda_api import Cuda, Gpu
+from .flags import HostFlags
 from .process import Process
 
 log = logging.getLogger("disagg_kv")
@@ -47,23 +47,23 @@ class Opened:
         finalize(self, _undo, partial(cuda.close, device, self.addr), whose, os.getpid()).atexit = False
 
 
-class CudaBells(HostBells):
-    """A peer's board, in which streams of one device may store, too. It is taken from them with the last reference.
+class CudaFlags(HostFlags):
+    """A peer's flag page, in which streams of one device may store, too. It is taken from them with the last reference.
 
-    No owner could take it earlier: a copy in flight may ring after its peer was disconnected and the transport closed.
-    So the thread that drops the last bell does it, perhaps the engine's. The driver allows any thread, and this takes
-    no lock that the thread may hold. It may wait for the GPU once.
+    No owner could take it earlier: a copy in flight may raise one after its peer was disconnected and the transport
+    closed. So the thread that drops the last flag does it, perhaps the engine's. The driver allows any thread, and this
+    takes no lock that the thread may hold. It may wait for the GPU once.
     """
 
-    def __init__(self, cuda: Cuda, device: str, board: Buffer, whose: str) -> None:
-        super().__init__(board)
+    def __init__(self, cuda: Cuda, device: str, page: Buffer, whose: str) -> None:
+        super().__init__(page)
         self._number = number = index(device)
-        self._there = cuda.share(number, board.addr, board.nbytes)
-        # The board is unmapped after that, with the arguments of this call.
-        finalize(self, _undo, partial(cuda.unshare, number, board.addr), whose, os.getpid(), board).atexit = False
+        self._there = cuda.share(number, page.addr, page.nbytes)
+        # The page is unmapped after that, with the arguments of this call.
+        finalize(self, _undo, partial(cuda.unshare, number, page.addr), whose, os.getpid(), page).atexit = False
 
     def base(self, device: str) -> int | None:
-        """See :meth:`HostBells.base`."""
+        """See :meth:`HostFlags.base`."""
         ours = device.startswith("cuda") and index(device) == self._number
         return self._there if ours else super().base(device)
 

@@ -18,9 +18,9 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, new_buffer
 from ..planning import Writes
 from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
-from .bells import HostBells
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .flags import HostFlags
 from .process import Home
 from .regions import Extents, RegionTable, copy
 
@@ -62,7 +62,7 @@ class InprocTransport:
         self._tickets = count(1)
         self._events: deque[WriteEnded | Settled | PeerEvent] = deque()
         self._lost: set[Peer] = set()
-        self._boards: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
+        self._flag_pages: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
         # Held while a peer copies into this transport's memory or while that memory is taken away.
         self._target = threading.Lock()
         self._seen = _departed
@@ -152,24 +152,24 @@ class InprocTransport:
             raise RegistrationError(reason or f"inproc: peer {peer.hex()} has just closed")
         return buffer
 
-    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """See :meth:`SupportsBells.bell_board`."""
+    def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsFlags.flag_page`."""
         self._home.check()
         number, buffer = next(self._tickets), new_buffer(nbytes, "cpu")
-        self._boards[number] = buffer
+        self._flag_pages[number] = buffer
         return buffer, pack(number)
 
-    def open_bells(self, peer: Peer, board: bytes) -> HostBells:
-        """See :meth:`SupportsBells.open_bells`; the peer's own board."""
+    def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
+        """See :meth:`SupportsFlags.open_flags`; the peer's own page."""
         self._home.check()
         if self._peers.get(peer) is None:
             raise TransportError(f"inproc: no peer {peer.hex()}")
-        there, number = _find(peer), unpack(board, _NUMBER)
+        there, number = _find(peer), unpack(page, _NUMBER)
         if there is None:
             raise _closed(peer)
-        if (buffer := there._boards.get(number)) is None:
-            raise RemoteProtocolError(f"inproc peer {peer.hex()} has no board {number}")
-        return HostBells(buffer)
+        if (buffer := there._flag_pages.get(number)) is None:
+            raise RemoteProtocolError(f"inproc peer {peer.hex()} has no flag page {number}")
+        return HostFlags(buffer)
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""

@@ -47,14 +47,14 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import (
-    Bells,
     Capabilities,
+    Flags,
     Lane,
     LinkCost,
     PeerEvent,
     Settled,
     SupportsAllocate,
-    SupportsBells,
+    SupportsFlags,
     SupportsMapping,
     Transport,
     WriteEnded,
@@ -108,13 +108,13 @@ class _Carrier:
 
 @frozen
 class _Board:
-    """A board of bells, as a lane says it."""
+    """A flag page, as a lane says it."""
 
     lane: str
     place: bytes
 
 
-_BOARD = msgspec.msgpack.Decoder(_Board)
+_FLAG_PLACE = msgspec.msgpack.Decoder(_Board)
 
 
 @frozen
@@ -522,25 +522,25 @@ class AllocatingMappingTransport(AllocatingTransport, MappingTransport):
 
 
 class RingingTransport(MappingTransport):
-    """With lanes of which some have bells. The board is that of the first such lane, and rings over that lane alone."""
+    """With lanes of which some have flags. The page is that of the first such lane, for peers of that lane alone."""
 
-    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """See :meth:`SupportsBells.bell_board`."""
+    def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsFlags.flag_page`."""
         self._check_open()
-        lane = next(lane for lane in self.lanes if isinstance(lane, SupportsBells))
-        buffer, place = lane.bell_board(nbytes)
+        lane = next(lane for lane in self.lanes if isinstance(lane, SupportsFlags))
+        buffer, place = lane.flag_page(nbytes)
         return buffer, pack(_Board(lane.name, place))
 
-    def open_bells(self, peer: Peer, board: bytes) -> Bells:
-        """See :meth:`SupportsBells.open_bells`; if the peer's lane is the board's."""
+    def open_flags(self, peer: Peer, page: bytes) -> Flags:
+        """See :meth:`SupportsFlags.open_flags`; if the peer's lane is the page's."""
         self._check_open()
-        there, remote = unpack(board, _BOARD), self._peers.get(peer)
+        there, remote = unpack(page, _FLAG_PLACE), self._peers.get(peer)
         if remote is None:
             raise TransportError(f"{self.name}: no peer {peer.hex()}")
         lane = remote.carrier.transport
-        if lane.name != there.lane or not isinstance(lane, SupportsBells):
-            raise TransportError(f"the peer's bells ring over lane {there.lane!r}, and its lane is {lane.name!r}")
-        return lane.open_bells(remote.peer, there.place)
+        if lane.name != there.lane or not isinstance(lane, SupportsFlags):
+            raise TransportError(f"the peer's flags are of lane {there.lane!r}, and its lane is {lane.name!r}")
+        return lane.open_flags(remote.peer, there.place)
 
 
 class RingingAllocatingTransport(RingingTransport, AllocatingMappingTransport):

@@ -21,8 +21,8 @@ from msgspec import Meta
 from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer
 from ..memory import Buffer
-from .bells import WORD
 from .descriptor import pack, unpack
+from .flags import WORD
 from .process import Process
 
 
@@ -39,15 +39,15 @@ PLACE = msgspec.msgpack.Decoder(Place)
 
 
 @frozen
-class BoardPlace:
-    """Where a board of bells is: all of ``nbytes`` bytes of memory of this process."""
+class FlagPlace:
+    """Where a flag page is: all of ``nbytes`` bytes of memory of this process."""
 
     process: Process
     place: Place
     nbytes: Annotated[int, Meta(gt=0, lt=1 << 40, multiple_of=WORD)]
 
 
-BOARD = msgspec.msgpack.Decoder(BoardPlace)
+FLAG_PLACE = msgspec.msgpack.Decoder(FlagPlace)
 
 
 def _name(peer: Peer, number: int) -> str:
@@ -170,23 +170,23 @@ def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> Peer
         ) from error
 
 
-def new_board(peer: Peer, number: int, nbytes: int) -> tuple[Buffer, bytes]:
-    """See :meth:`~disagg_kv.transports.SupportsBells.bell_board`; ``number`` is new among the files of this peer."""
+def new_flag_page(peer: Peer, number: int, nbytes: int) -> tuple[Buffer, bytes]:
+    """See :meth:`~disagg_kv.transports.SupportsFlags.flag_page`; ``number`` is new among the files of this peer."""
     try:
         memory = SharedMemory(peer, number, nbytes)
     except (OSError, OverflowError) as error:
-        raise RegistrationError(f"cannot allocate {nbytes} bytes of shared memory for bells: {error}") from error
-    board = BoardPlace(Process.own(), Place(number, memory.fd, 0), nbytes)
-    return Buffer(memory.addr, nbytes, "cpu", memory), pack(board)
+        raise RegistrationError(f"cannot allocate {nbytes} bytes of shared memory for flags: {error}") from error
+    place = FlagPlace(Process.own(), Place(number, memory.fd, 0), nbytes)
+    return Buffer(memory.addr, nbytes, "cpu", memory), pack(place)
 
 
-def open_board(peer: Peer, board: bytes) -> Buffer:
-    """The board of a peer of this host, mapped; errors are those of ``SupportsBells.open_bells``."""
-    there = unpack(board, BOARD)
+def open_flag_page(peer: Peer, page: bytes) -> Buffer:
+    """The flag page of a peer of this host, mapped; errors are those of ``SupportsFlags.open_flags``."""
+    there = unpack(page, FLAG_PLACE)
     if there.process.host != Process.own().host:
-        raise TransportError(f"bells ring within one host, and the peer's is {there.process.host!r}")
+        raise TransportError(f"flags are raised within one host, and the peer's is {there.process.host!r}")
     if there.place.offset % WORD:
-        raise TransportError(f"a board at byte {there.place.offset} of a file: a multiple of {WORD} is needed")
+        raise TransportError(f"a flag page at byte {there.place.offset} of a file: a multiple of {WORD} is needed")
     memory = open_memory(there.process, peer, there.place, there.nbytes)
     memory.map()
     assert memory.addr is not None

@@ -23,10 +23,10 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
-from .bells import HostBells
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .memfd import PLACE, PeerMemory, Place, SharedMemory, new_board, open_board, open_memory
+from .flags import HostFlags
+from .memfd import PLACE, PeerMemory, Place, SharedMemory, new_flag_page, open_flag_page, open_memory
 from .process import PROCESS, Exits, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
 
@@ -242,17 +242,17 @@ class ShmTransport:
             raise PeerLostError(f"shm: the process of peer {peer.hex()} has ended")
         return remote.buffer(region)
 
-    def bell_board(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """See :meth:`SupportsBells.bell_board`."""
+    def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
+        """See :meth:`SupportsFlags.flag_page`."""
         self._home.check()
-        return new_board(self._me, next(self._numbers), nbytes)
+        return new_flag_page(self._me, next(self._numbers), nbytes)
 
-    def open_bells(self, peer: Peer, board: bytes) -> HostBells:
-        """See :meth:`SupportsBells.open_bells`."""
+    def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
+        """See :meth:`SupportsFlags.open_flags`."""
         self._home.check()
         if self._peers.get(peer) is None:
             raise TransportError(f"shm: no peer {peer.hex()}")
-        return HostBells(open_board(peer, board))
+        return HostFlags(open_flag_page(peer, page))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""

@@ -157,19 +157,19 @@ def test_verification_is_measured_beside_the_same_without(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("2", "1"), ("1", "2")])
-def test_bells_are_measured_beside_the_same_without(
+def test_flags_are_measured_beside_the_same_without(
     capsys: pytest.CaptureFixture[str], prefill: str, decode: str
 ) -> None:
-    """Decode's engines know from bells only where they may ring; several of them agree by words."""
+    """Decode's engines know from flags only where they may ring; several of them agree by words."""
     found = bench(
         capsys, "--transport", "inproc", "--prefill-tp", prefill, "--decode-tp", decode, "--strategies", "mapped",
-        "--bells",
+        "--flags",
     )  # fmt: skip
-    assert list(found["strategies"]) == ["mapped", "mapped, bells"]
+    assert list(found["strategies"]) == ["mapped", "mapped, flags"]
     silent, heard = found["strategies"].values()
-    assert silent["bells"] == 0 <= heard["bells"] <= 1
+    assert silent["flags"] == 0 <= heard["flags"] <= 1
     gain = silent["phases"]["total"]["p50"] / heard["phases"]["total"]["p50"]
-    assert found["bells_gain"] == {"mapped": pytest.approx(gain)}
+    assert found["flags_gain"] == {"mapped": pytest.approx(gain)}
 
 
 def test_steps_of_decode_are_measured_beside_transfers_and_without(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,8 @@ def hello(n: int, dst: bytes = ME) -> Hello:
     return Hello(
         src=epoch(n), dst=dst, version=VERSION, address=f"p{n}", role="decode", instance="i", rank=0, host="h", pid=1,
         started=1, born=n, spec=WireSpec(b"", (), ()), shards=(), site=WireSite((), (), ()), regions=(),
-        transport="inproc", descriptor=b"", paths=(), conversions=(), slot_bytes=0, ring_region=0, ring_bytes=0,
+        transport="inproc", descriptor=b"", paths=(), conversions=(),
+        verdict="elected", slot_bytes=0, ring_region=0, ring_bytes=0,
         lease_bytes=0,
     )  # fmt: skip
 

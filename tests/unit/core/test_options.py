@@ -9,17 +9,11 @@ from disagg_kv.core import Options
 from disagg_kv.errors import ConfigurationError
 
 
-@pytest.mark.parametrize("field", [f.name for f in attrs.fields(Options) if f.name != "bells"])
+@pytest.mark.parametrize("field", [f.name for f in attrs.fields(Options)])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_every_option_is_a_positive_number(field: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=f"option {field}"):
         attrs.evolve(Options(), **{field: value})  # type: ignore[arg-type]
-
-
-def test_a_board_of_bells_may_have_no_slot() -> None:
-    assert Options(bells=0).bells == 0
-    with pytest.raises(ConfigurationError, match="option bells"):
-        Options(bells=-1)
 
 
 def test_times_that_contradict_each_other_are_refused() -> None:

@@ -43,6 +43,7 @@ def hello(
         descriptor=b"",
         paths=(),
         conversions=(),
+        verdict="elected",
         slot_bytes=0,
         ring_region=0,
         ring_bytes=0,

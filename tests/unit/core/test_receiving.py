@@ -8,7 +8,6 @@ from attrs import evolve
 from disagg_kv.core import (
     Cancel,
     CastVote,
-    Concluded,
     Decided,
     Free,
     Introduced,
@@ -18,7 +17,6 @@ from disagg_kv.core import (
     Quarantine,
     Receiving,
     Reserve,
-    RoomFrame,
     Scatter,
     Scattered,
     Send,
@@ -123,39 +121,17 @@ def test_a_lane_is_known_from_done_where_the_answer_was_lost() -> None:
     assert (room.machine.state, room.machine.lane) == (Receiving.PLACED, "nixl+shm")
 
 
-def test_bells_end_a_room_once_each_writer_has_said_what_carries_its_writes() -> None:
-    """Another frame that shows the room open is not enough: a room that ends by bells needs no ``Done``."""
+def test_a_room_waits_for_no_done_once_each_writer_has_named_its_lane() -> None:
+    """Its report has the lanes. Whatever comes after success changes nothing."""
     room = Room(exposed=True, begun=False)
-    bells = (0, 32, 1), (32, 32, 33)
-    room.say(room.awaited, evolve(room.introduced, bells=bells))
-    room.say(Expected(**head(0), parked=False, lane="shm"), chunk(1, lease=None))
-    assert room.machine.listens is None
+    room.say(evolve(room.awaited, aux_bytes=0), room.introduced)
+    room.say(Expected(**head(0), parked=False, lane="shm"), chunk(0, A, None), chunk(1, A, None), chunk(0, B, None))
+    moving = [room.machine.moving]
     room.say(Expected(**head(1), parked=False, lane="shm"))
-    assert room.machine.listens is not None
-
-
-def belled() -> Room:
-    """A room that bells may end."""
-    room = Room(exposed=True, begun=False)
-    room.say(room.awaited, evolve(room.introduced, bells=((0, 32, 1), (32, 32, 33))))
-    room.say(*(Expected(**head(rank), parked=False, lane="shm") for rank in (0, 1)))
-    assert room.machine.listens is not None
-    return room
-
-
-@pytest.mark.parametrize(
-    "before",
-    [(), (chunk(0, A, None),), (chunk(0, Segment(0, 2, 0, 1), None),), (done(0, 1), done(1, 0))],
-    ids=["nothing", "a part", "an overlap", "a wrong end"],
-)
-def test_no_frame_contradicts_what_the_engine_has_concluded(before: tuple[RoomFrame, ...]) -> None:
-    """Neither one that has come before nor one that follows, whatever it says."""
-    room = belled()
-    room.say(*before)
-    assert state_of(room) is Receiving.MOVING
-    assert [one for one in room.say(Concluded(2, 4096)) if isinstance(one, CastVote)] == [CastVote(True, "")]
+    assert [*moving, room.machine.moving] == [False, True]
+    said = room.say(chunk(1, B, None))
+    assert [one for one in said if isinstance(one, CastVote)] == [CastVote(True, "")]
     assert (state_of(room), list(room.machine.inbound)) == (Receiving.PLACED, [])
-    assert (room.machine.inbound.segments_placed, room.machine.inbound.bytes_placed) == (2, 4096)
     room.say(chunk(0, B, None), chunk(1, Segment(0, 3, 0, 2), None), done(0, 7), request(1))
     room.say(Decided(True, ""))
     assert (state_of(room), room.machine.phase) == (Receiving.CLOSED, Phase.DONE)

@@ -47,6 +47,7 @@ def introduction(spec: CacheSpec, site: Site) -> Hello:
         rank=0, host="h", pid=1, started=1, born=1, spec=spec_to_wire(spec),
         shards=tuple(shard_to_wire(shard(spec, tp=8, rank=n)) for n in range(8)), site=site_to_wire(site),
         regions=tuple(range(len(site.buffers))), transport="t", descriptor=b"", paths=(("staged", 1),), conversions=(),
+        verdict="elected",
         slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
     )  # fmt: skip
 

@@ -14,7 +14,6 @@ from disagg_kv.core import (
     AskAgain,
     Awaited,
     Cancel,
-    Concluded,
     Decided,
     Finished,
     Flow,
@@ -64,15 +63,14 @@ HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
     Receiving.OPENED: (
-        {Leased, Scattered, Concluded},
+        {Leased, Scattered},
         "nothing was asked of the ring, the kernels or the writers",
     ),
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
     Receiving.PLACED: (
-        {Awaited, Introduced, Leased, Scattered, Concluded},
+        {Awaited, Introduced, Leased, Scattered},
         "no segment is left that waits for anything",
     ),
-    Receiving.DRAINING: ({Concluded}, "the endpoint's thread takes the engine's claim before it fails a room"),
     Sending.MOVING: (
         {Quiet, Decided},
         "a write that is not quiet has failed the flow; success needs every flow complete",
@@ -89,7 +87,7 @@ SIDES = [
     pytest.param(
         RECEIVING,
         Receiving,
-        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Concluded, Scattered, Decided},
+        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Scattered, Decided},
         id="decode",
     ),
     pytest.param(

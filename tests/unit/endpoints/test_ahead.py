@@ -14,7 +14,7 @@ from disagg_kv.endpoints.peers.limited_log import LimitedLog
 from disagg_kv.endpoints.prefill.prepared import PreparedGathers
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, Over, PreparingKernels
+from tests.support.rig_parts import CountingKernels, FiredEvent, Over, PreparingKernels
 
 
 def world(kernels: CountingKernels, decode: int = 1, slots: int = 64, rows: int = SEGMENT) -> Rig:
@@ -36,7 +36,7 @@ def ahead(rig: Rig) -> PreparedGathers:
 @pytest.mark.parametrize("slots", [64, 1])
 def test_gathers_are_prepared_when_granted_and_launched_when_their_rows_are_there(slots: int) -> None:
     """Into whatever slot is free by then, however few there are."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, slots=slots)
     request = granted(rig, event)
     assert len(kernels.held) == SEGMENTS
@@ -51,7 +51,7 @@ def test_gathers_are_prepared_when_granted_and_launched_when_their_rows_are_ther
 
 def test_one_gather_for_several_destinations_is_prepared_for_all_of_them() -> None:
     """Destinations granted by then are served by one gather."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
     assert len(kernels.held) == 1
@@ -65,7 +65,7 @@ def test_one_gather_for_several_destinations_is_prepared_for_all_of_them() -> No
 
 def test_destinations_of_the_same_bytes_are_prepared_as_one() -> None:
     """Ranks that keep the same heads get what is gathered once."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     rig.prefill(
         tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=2 * ROWS * ROW_BYTES, slots=64,
@@ -83,7 +83,7 @@ def test_destinations_of_the_same_bytes_are_prepared_as_one() -> None:
 
 def test_what_fills_more_than_a_slot_is_planned_alone() -> None:
     """Two destinations, each of whose parts takes a whole slot."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, decode=2, rows=ROWS // 2)
     request = granted(rig, event)
     assert not kernels.held
@@ -97,7 +97,7 @@ def test_what_fills_more_than_a_slot_is_planned_alone() -> None:
 
 def test_what_was_prepared_for_all_is_not_launched_for_some() -> None:
     """Whoever is full is served later; the others' gather is another one then, whichever was prepared."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
     mover = rig.prefills[0].endpoint._transfers
@@ -116,7 +116,7 @@ def test_what_was_prepared_for_all_is_not_launched_for_some() -> None:
 
 def test_what_is_prepared_goes_where_it_was_prepared_to_whichever_rows_are_handed_over_first() -> None:
     """Places depend on an order, which is the one that was prepared."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
     mover = rig.prefills[0].endpoint._transfers
@@ -133,7 +133,7 @@ def test_what_is_prepared_goes_where_it_was_prepared_to_whichever_rows_are_hande
 
 
 def test_what_kernels_do_not_prepare_is_gathered_as_ever() -> None:
-    kernels, event = PreparingKernels(most=1), Flag()
+    kernels, event = PreparingKernels(most=1), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     event.fired = True
@@ -144,7 +144,7 @@ def test_what_kernels_do_not_prepare_is_gathered_as_ever() -> None:
 
 
 def test_nothing_is_foreseen_for_kernels_that_prepare_nothing() -> None:
-    kernels, event = CountingKernels(), Flag()
+    kernels, event = CountingKernels(), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     assert not ahead(rig).gathers.waiting
@@ -159,7 +159,7 @@ def test_pages_that_were_taken_away_are_not_gathered(early: bool) -> None:
 
     The rows are there before or after the new grants.
     """
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     first = list(kernels.held)
@@ -177,7 +177,7 @@ def test_pages_that_were_taken_away_are_not_gathered(early: bool) -> None:
 
 
 def test_a_prepared_gather_of_what_is_compared() -> None:
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     rig.prefill(
         tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=SEGMENT * ROW_BYTES, slots=64,
@@ -193,7 +193,7 @@ def test_a_prepared_gather_of_what_is_compared() -> None:
 
 def test_a_gather_that_is_prepared_again_takes_the_place_of_the_first() -> None:
     """Nothing that was prepared is ever forgotten without being dropped."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     key, members = next(iter(ahead(rig).planned.items()))
@@ -206,7 +206,7 @@ def test_a_gather_that_is_prepared_again_takes_the_place_of_the_first() -> None:
 
 
 def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     endpoint = rig.prefills[0].endpoint
@@ -228,7 +228,7 @@ class WithoutReturns(Over):
 @pytest.mark.parametrize("case", ["two writers", "a Return is lost"])
 def test_pages_that_were_taken_away_are_not_gathered_under_a_grant_that_outlives_them(case: str) -> None:
     """Decode grants the same lease again while another writer has it still, or while it knows of nothing."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     writers = 2 if case == "two writers" else 1
     rig.prefill(

@@ -18,7 +18,7 @@ from disagg_kv.errors import IncompatiblePeerError
 from disagg_kv.geometry import CacheSpec, Component, item_bytes
 from disagg_kv.ids import LayerId, RoomId
 from disagg_kv.kernels import KERNELS, CpuKernels, Move, PageMove
-from disagg_kv.memory import Bell, Buffer, ConvertedPool, Event, MemoryPool, PagedMemory
+from disagg_kv.memory import Buffer, ConvertedPool, Event, Flag, MemoryPool, PagedMemory
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Over
 
@@ -241,9 +241,9 @@ class Compiled(CpuKernels):
         self.said.append(("gather", pool))
         super().gather(pool, moves, staging, after)
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         self.said.append(("copy", moves[0].source.pool))
-        super().copy(moves, after, bells)
+        super().copy(moves, after, flags)
 
 
 @pytest.mark.parametrize("path", ["staged", "mapped"])

@@ -17,18 +17,18 @@ from disagg_kv.endpoints.prefill import copies
 from disagg_kv.errors import EndpointBrokenError, LocalProtocolError, TransportError
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import CpuKernels, PageMove
-from disagg_kv.memory import Bell, Event, parts
+from disagg_kv.memory import Event, Flag, parts
 from disagg_kv.strategies import LayerPipelined
 from tests.support.device_copies import SPEC, Failing, Pass, Unordered, awaited, driven
 from tests.support.rig import KV, Rig, tp_shards
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 
 def test_the_engine_s_call_launches_for_all_destinations_and_no_other_thread_has_to_run() -> None:
     """One launch behind the engine's event, in ``close``."""
     found = driven(decode_tp=2).announce()
     assert not found.kernels.queued
-    ready = Flag()
+    ready = FiredEvent()
     found.step.close(ready)
     (copy,) = found.kernels.queued
     assert (copy.after, len(copy.moves)) == (ready, 2)
@@ -56,7 +56,7 @@ def test_rows_that_were_not_announced_are_launched_by_the_call_that_hands_them_o
 def test_each_group_of_layers_is_launched_by_the_layer_that_completes_it() -> None:
     """Behind the events of exactly its layers."""
     found = driven(LayerPipelined(fixed=1)).announce()
-    events = [Flag(), Flag()]
+    events = [FiredEvent(), FiredEvent()]
     for layer, event in enumerate(events):
         found.step.layer_ready(LayerId(layer), event)
         assert [copy.after for copy in found.kernels.queued] == events[: layer + 1]
@@ -72,10 +72,10 @@ def test_each_group_of_layers_is_launched_by_the_layer_that_completes_it() -> No
 def test_layers_of_one_function_s_event_are_launched_behind_it() -> None:
     """A layer without an event of its own is not launched before the function has made one."""
     found = driven(LayerPipelined(fixed=2)).announce()
-    made: list[Flag] = []
+    made: list[FiredEvent] = []
 
     def mark() -> Event:
-        made.append(Flag())
+        made.append(FiredEvent())
         return made[-1]
 
     found.step.layer_ready(LayerId(0), mark)
@@ -93,7 +93,7 @@ def test_layers_of_one_function_s_event_are_launched_behind_it() -> None:
 def test_rows_behind_two_events_wait_for_both() -> None:
     """Of one group; an event that they share is waited for once."""
     found = driven().announce()
-    events = Flag(), Flag()
+    events = FiredEvent(), FiredEvent()
     found.step.layer_ready(LayerId(0), events[0])
     found.step.close(events[1])
     (copy,) = found.kernels.queued
@@ -132,7 +132,7 @@ def test_an_event_that_no_device_awaits_keeps_no_call() -> None:
     """Rows are final once it has happened, and whoever advances then launches their copy."""
     for fired in (True, False):
         found = driven(kernels=Unordered()).announce()
-        ready = Flag()
+        ready = FiredEvent()
         ready.fired = fired
         found.step.close(ready)
         assert len(found.kernels.queued) == fired
@@ -218,9 +218,9 @@ class Noting(CpuKernels):
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         self.threads.append(threading.current_thread())
-        super().copy(moves, after, bells)
+        super().copy(moves, after, flags)
 
 
 def test_kernels_that_copy_in_the_call_are_left_to_the_endpoint_s_thread() -> None:

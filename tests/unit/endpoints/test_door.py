@@ -154,6 +154,7 @@ def introduction(src: bytes, dst: bytes, of: PeerInfo) -> f.Hello:
         src=src, dst=dst, version=1, address=of.address, role="decode", instance=of.instance, rank=of.rank,
         host=of.host, pid=of.pid, started=0, born=0, spec=f.WireSpec(b"", (), ()), shards=(),
         site=f.WireSite((), (), ()), regions=(), transport="inproc", descriptor=b"", paths=(), conversions=(),
+        verdict="elected",
         slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
 from disagg_kv.transports.process import LOOK_S, Process
 from tests.support.rig import Decodes, E, Memory, Prefills, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
+from tests.support.rig_parts import CountingKernels, FiredEvent, RecordingTransport
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -172,12 +172,12 @@ def test_a_path_that_plans_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) 
 def test_a_kernel_s_event_that_raises() -> None:
     """An event of a gather or scatter that raises fails its room alone, and once."""
 
-    class Broken(Flag):
+    class Broken(FiredEvent):
         def query(self) -> bool:
             raise RuntimeError("device lost")
 
     class Doomed(CountingKernels):
-        def _done(self, event: object) -> Flag:
+        def _done(self, event: object) -> FiredEvent:
             return Broken()
 
     for side in ("prefill", "decode"):

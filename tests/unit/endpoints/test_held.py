@@ -16,7 +16,7 @@ from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import KV, Memory, Rig, tp_shards
-from tests.support.rig_parts import Flag, Listening, RecordingTransport
+from tests.support.rig_parts import FiredEvent, Listening, RecordingTransport
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 ROW_BYTES = 4 * 2 * 4 * 16
@@ -145,7 +145,7 @@ def test_prefill_sends_its_own_cached_prefix_before_the_forward_pass() -> None:
     """Rows that prefill has cached cross while the rest is being computed, ordered by the engine's event."""
     rig = world()
     request = rig.request("room", rig.prefills, rig.decodes, 48).open_decode().expect(48, held=8).open_prefill()
-    cached, computed = Flag(), Flag()
+    cached, computed = FiredEvent(), FiredEvent()
     request.send(24, ready=cached)
     rig.wait(0.5)
     assert request.receives[0].report.nbytes == 0, "the copy that restores the cached rows has not happened yet"

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from bench.emulated import emulate
-from disagg_kv.core import Codec, Options, Phase, RoomFrame
+from disagg_kv.core import Codec, Phase, RoomFrame
 from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import ConfigurationError, DeadlineError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec
@@ -18,7 +18,7 @@ from disagg_kv.strategies import Feature, LayerPipelined
 from disagg_kv.trace import chrome_trace
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, PrefillOptions, Request, Rig, put, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, Listening
+from tests.support.rig_parts import CountingKernels, FiredEvent, Listening
 
 SPEC = CacheSpec.kv(6, 4, 8, "float16")
 LAYER_ROW_BYTES = 2 * 4 * 16
@@ -77,7 +77,7 @@ SPLITS = {
 def test_groups_cross_before_the_pass_ends(split: str, path: str) -> None:
     """Each group of layers lands while later ones hold poison; chunks are grouped one by one. Frames end the room."""
     spec, source, target = SPLITS[split]
-    rig = Rig(spec, options=Options(bells=0))
+    rig = Rig(spec)
     prefills = rig.prefill(
         tp_shards(spec, *source), strategy=f"{path}+layer_pipelined", schedule=LayerPipelined(fixed=1)
     )
@@ -153,7 +153,7 @@ def test_a_group_waits_for_the_events_of_its_layers() -> None:
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
     step = prefills[0].endpoint.step({request.room: (8, request.pages(0, 8))})
-    events = [Flag() for _ in range(3)]
+    events = [FiredEvent() for _ in range(3)]
     for layer, event in enumerate(events):
         step.layer_ready(LayerId(layer), event)
     for fired, gathers in ((1, 0), (0, 1), (2, 1)):

@@ -17,7 +17,7 @@ from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
 from tests.support.calls import lines
 from tests.support.rig import Memory, Rig, tp_shards
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 FEW, MANY = 250, 1000
 MOST = 4.2
@@ -114,7 +114,7 @@ def test_a_segment_is_compared_with_the_events_of_its_own_rows_alone() -> None:
     """However many chunks a GPU has not computed yet."""
 
     def cost(chunks: int) -> int:
-        gates, events = ReadyEvents(), [Flag() for _ in range(chunks)]
+        gates, events = ReadyEvents(), [FiredEvent() for _ in range(chunks)]
         for number, event in enumerate(events):
             gates.add(64 * number, 64 * number + 64, None, event)
 

@@ -20,13 +20,13 @@ from disagg_kv.testing import FaultyTransport, MappingFault, MappingPlan, faultl
 from disagg_kv.transports import InprocTransport, Transport
 from tests.support.device_copies import SPEC, DeviceKernels, Failing, launched, scene
 from tests.support.rig import Memory, Request, Rig, tp_shards
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 
 def test_one_launch_for_all_destinations_behind_the_engine_s_event() -> None:
     """It is queued before the rows are final, and announced only after it has ended."""
     rig, kernels, request = scene(decode_tp=2)
-    ready = Flag()
+    ready = FiredEvent()
     request.send(9, ready=ready).finish()
     copy = launched(rig, kernels)
     assert copy.after is ready
@@ -44,7 +44,7 @@ def test_one_launch_for_all_destinations_behind_the_engine_s_event() -> None:
 def test_rows_of_two_events_are_two_launches() -> None:
     """The first rows do not wait for the event of the second."""
     rig, kernels, request = scene()
-    first, second = Flag(), Flag()
+    first, second = FiredEvent(), FiredEvent()
     request.send(4, ready=first).send(9, 4, ready=second).finish()
     launched(rig, kernels, 2)
     assert [copy.after for copy in kernels.queued] == [first, second]

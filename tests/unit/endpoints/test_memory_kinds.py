@@ -12,7 +12,7 @@ from disagg_kv.errors import ConfigurationError, DisaggKVError, RegistrationErro
 from disagg_kv.geometry import CacheSpec, Shard
 from disagg_kv.ids import RegionId
 from disagg_kv.kernels import Checksums, Move, PageMove, Pages, kernels_for
-from disagg_kv.memory import Bell, Buffer, Event, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
+from disagg_kv.memory import Buffer, Event, Flag, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import AUX_BYTES, POISON, E, Member, Memory, Rig, tp_shards
@@ -78,10 +78,10 @@ class DeviceKernels:
         assert {staging.device, *(b.device for b in pool.buffers)} == {DEVICE}
         return self._inner.scatter(host_view(pool), moves, on(staging, "cpu"))
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         """From the device to the device."""
         here = [PageMove(move.copy, self._on_host(move.source), self._on_host(move.target)) for move in moves]
-        return self._inner.copy(here, after, bells)
+        return self._inner.copy(here, after, flags)
 
     def _on_host(self, pages: Pages) -> Pages:
         return Pages(host_view(pages.pool), pages.tables)

@@ -11,7 +11,7 @@ from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import LayerId, RoomId
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import KV, Memory, Rig, put, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
+from tests.support.rig_parts import CountingKernels, FiredEvent, RecordingTransport
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 ROW_BYTES = 4 * 2 * 4 * 16
@@ -45,7 +45,7 @@ def test_one_gather_for_all_destinations_granted_by_then() -> None:
     """With fewer prefill than decode ranks, a segment that all of them wait for is gathered by one launch."""
     rig = Rig(SPEC)
     sent, memory = recorders(rig)
-    kernels, event = CountingKernels(), Flag()
+    kernels, event = CountingKernels(), FiredEvent()
     prefills = rig.prefill(
         tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels, slot_bytes=1 << 16, slots=4
     )
@@ -65,7 +65,7 @@ def test_replicas_of_a_head_are_gathered_once() -> None:
     """Decode ranks that need the very same bytes share one place in the slot."""
     spec = CacheSpec.mla(4, 24, "int8")
     rig = Rig(spec)
-    kernels, event = CountingKernels(), Flag()
+    kernels, event = CountingKernels(), FiredEvent()
     prefills = rig.prefill(tp_shards(spec, 1), strategy="staged", kernels=kernels)
     decodes = rig.decode(tp_shards(spec, 4), strategy="staged")
     request = rig.request("room", prefills, decodes, 20).open_decode().expect(20).open_prefill().send(20, ready=event)
@@ -90,7 +90,7 @@ def test_nothing_is_read_before_the_engine_s_event(path: str) -> None:
     """A chunk whose bytes are not final yet is not read, however long that takes."""
     rig = Rig(SPEC)
     sent, memory = recorders(rig)
-    kernels, event = CountingKernels(), Flag()
+    kernels, event = CountingKernels(), FiredEvent()
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=path, kernels=kernels)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy=path)
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9, ready=event)
@@ -110,7 +110,7 @@ def test_aux_is_read_at_its_event() -> None:
     """The aux row of ``finish`` may be final later than the call."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
-    event = Flag()
+    event = FiredEvent()
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9, aux=1).open_prefill().send(9)
     request.sends[0].finish(9, aux=0, ready=event)
     rig.wait(3.0)
@@ -192,7 +192,7 @@ def test_grants_are_asked_for_before_the_forward_pass_ends() -> None:
     assert decodes[0].endpoint.leased_bytes
     assert not kernels.gathers
     put(prefills[0].pool, table, 0, 12, request.truth)
-    event = Flag()
+    event = FiredEvent()
     for layer in (2, 0):
         step.layer_ready(LayerId(layer), event)
     step.close(event)
@@ -228,7 +228,7 @@ def test_a_pass_is_over_when_the_events_of_its_layers_have_happened(closing: boo
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     request = rig.request("room", prefills, decodes, 12).open_decode().expect(12).open_prefill()
     step = prefills[0].endpoint.step({request.room: (12, request.pages(0, 12))})
-    first, second, rest = Flag(), Flag(), Flag()
+    first, second, rest = FiredEvent(), FiredEvent(), FiredEvent()
     step.layer_ready(LayerId(0), first)
     if closing:
         step.layer_ready(LayerId(1), second)
@@ -292,7 +292,7 @@ def test_a_step_is_all_or_nothing() -> None:
 def test_withdrawn_pages_are_not_read(edges: tuple[int, ...], path: str, finished: bool) -> None:
     """Preemption: once the event of ``withdraw`` fires the pages are free; the rows come again from other pages."""
     rig = Rig(SPEC)
-    event = Flag()
+    event = FiredEvent()
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy=path)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy=path)
     request = rig.request("room", prefills, decodes, 16).open_decode().expect(16).open_prefill()
@@ -328,7 +328,7 @@ def test_rooms_that_cannot_go_on_do_not_hold_the_ring(how: str) -> None:
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=16 << 10)
-    event, stuck = Flag(), []
+    event, stuck = FiredEvent(), []
     for i in range(4):
         request = rig.request(f"stuck {i}", prefills, decodes, 20).open_decode().expect(20).open_prefill()
         stuck.append(request.send(20, ready=event))
@@ -357,7 +357,7 @@ def test_a_granted_room_that_is_preempted_before_it_moves_gives_its_leases_back(
     """What waited for a slot has a lease, and after a withdrawal it has none; the rows come again and arrive."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
-    events: list[Flag] = []
+    events: list[FiredEvent] = []
     kernels.events = events
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels, slots=1)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
@@ -418,7 +418,7 @@ def test_pages_given_again_are_final_when_all_events_have_happened() -> None:
     kernels = CountingKernels()
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
-    first, second = Flag(), Flag()
+    first, second = FiredEvent(), FiredEvent()
     request = rig.request("room", prefills, decodes, 16).open_decode().expect(16).open_prefill().send(16, ready=first)
     rig.wait(1.0)
     request.sends[0].withdraw()

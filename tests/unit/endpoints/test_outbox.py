@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, Channel, News
-from disagg_kv.core import Codec, Options, Phase, RoomFrame
+from disagg_kv.core import Codec, Phase, RoomFrame
 from disagg_kv.core.wire.frames import ChunkReady, Complete, Landed
 from disagg_kv.endpoints.loop.send_buffer import SendBuffer
 from disagg_kv.endpoints.peers.limited_log import LimitedLog
@@ -17,7 +17,7 @@ from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.transports.inproc import InprocTransport
 from tests.support.rig import Memory, Request, Rig, tp_shards
-from tests.support.rig_parts import Flag, PreparingKernels
+from tests.support.rig_parts import FiredEvent, PreparingKernels
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 ROW_BYTES = 2 * 2 * 4 * 16
@@ -122,7 +122,7 @@ def world(
         channels.append(kind(inner))
         return channels[-1]
 
-    rig = Rig(SPEC, options=Options(bells=0))
+    rig = Rig(SPEC)
     memory = Memory(transport=transport, page_size=8, channel=noting)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=strategy, slot_bytes=8 * ROW_BYTES, slots=64)
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy=strategy, kernels=PreparingKernels())
@@ -150,7 +150,7 @@ def landed_in(channel: Noting) -> list[int]:
 def test_what_landed_in_a_step_is_acknowledged_in_one_frame() -> None:
     """The notices of both segments come together; the frame leaves in the same step, and prefill takes all of it."""
     rig, (_, decode), request = world(Noting, Fast)
-    event = Flag()
+    event = FiredEvent()
     request.send(16, ready=event)
     rig.wait(0.1)
     event.fired = True
@@ -165,7 +165,7 @@ def test_what_landed_in_a_step_is_acknowledged_in_one_frame() -> None:
 def test_complete_acknowledges_what_landed_in_its_step() -> None:
     """Nothing has to be scattered: the last notice brings all, and decode decides at once."""
     rig, (_, decode), request = world(Noting, Fast, "direct")
-    event = Flag()
+    event = FiredEvent()
     request.send(16, ready=event).finish()
     rig.wait(0.1)
     event.fired = True
@@ -198,7 +198,7 @@ def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch:
     rig, (prefill, _), request = world(Noting, Fast)
     kernels = rig.decodes[0].endpoint._side._scatters._kernels
     assert isinstance(kernels, PreparingKernels)
-    event = Flag()
+    event = FiredEvent()
     request.send(16, ready=event).finish()
     rig.wait(0.1)
     side, launched = rig.decodes[0].endpoint.driver.loop.side, list[int]()

@@ -19,7 +19,7 @@ from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Prefills, Request, Rig, put, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport, Unreliable
+from tests.support.rig_parts import CountingKernels, FiredEvent, RecordingTransport, Unreliable
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 
@@ -115,7 +115,7 @@ def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels)
     decodes = rig.decode(tp_shards(SPEC, 2), strategy="staged")
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
-    computed = Flag()
+    computed = FiredEvent()
     request.send(8, ready=computed)
     rig.until(lambda: all(d.endpoint.leased_bytes for d in decodes), "both grants")
     rig.wait(0.5)

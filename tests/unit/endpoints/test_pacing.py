@@ -20,7 +20,7 @@ from disagg_kv.planning import Batch
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.transports import InprocTransport
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 
 def handed(turn: int = 1) -> list[SubmittedChunk]:
@@ -180,7 +180,7 @@ def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
         strategy="staged+layer_pipelined",
         environment=Environment(clock=clock, thread=False, engine=False),
     )
-    room, event = RoomId(b"room"), Flag()
+    room, event = RoomId(b"room"), FiredEvent()
     end.open(room)
     step = end.step({room: (20, [PageTable(GroupId("kv"), [0, 1])])})
     step.layer_ready(LayerId(0), event)
@@ -230,7 +230,7 @@ def test_passes_that_a_device_computes_one_after_the_other_are_counted_once() ->
     assert pace.layer_token_s == pytest.approx(0.1)
 
 
-class Counted(Flag):
+class Counted(FiredEvent):
     """How often it was asked."""
 
     asked = 0
@@ -241,7 +241,7 @@ class Counted(Flag):
         return super().query()
 
 
-class Broken(Flag):
+class Broken(FiredEvent):
     """Raises."""
 
     def query(self) -> bool:
@@ -287,14 +287,14 @@ def test_only_the_first_of_a_line_is_asked() -> None:
 def test_an_event_that_raises_is_told_and_holds_up_nobody() -> None:
     lines, told = EventFifo(FakeClock()), Told()
     lines.add("pass", Broken(), told.of(0), told.error)
-    lines.add("other", Flag(), told.of(1), told.error)
+    lines.add("other", FiredEvent(), told.of(1), told.error)
     assert lines.look()
     assert (told.happened, told.broken) == ([], ["no such stream"])
 
 
 def test_lines_whose_events_never_happen_are_bounded() -> None:
     """The oldest goes."""
-    lines, told, event = EventFifo(FakeClock()), Told(), Flag()
+    lines, told, event = EventFifo(FakeClock()), Told(), FiredEvent()
     for number in range(PASSES + 1):
         lines.add(number, event, told.of(number), told.error)
     event.fired = True

@@ -10,7 +10,7 @@ from disagg_kv.errors import ConfigurationError, DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.memory import bytes_of
 from tests.support.rig import Decodes, Request, Rig, tp_shards
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -20,7 +20,7 @@ def pools(decodes: Decodes) -> list[bytes]:
     return [bytes_of(buffer).tobytes() for member in decodes for buffer in member.pool.buffers]
 
 
-def barred(path: str, rig: Rig, flag: Flag, name: str = "room") -> Request:
+def barred(path: str, rig: Rig, flag: FiredEvent, name: str = "room") -> Request:
     """A room whose rows are sent, and whose pages wait for the event."""
     if not rig.prefills:
         rig.prefill(tp_shards(SPEC, 2), strategy=path, slot_bytes=512)
@@ -37,7 +37,7 @@ def barred(path: str, rig: Rig, flag: Flag, name: str = "room") -> Request:
 
 @pytest.mark.parametrize("path", ["staged", "direct", "slice"])
 def test_rows_reach_the_pages_behind_the_event(path: str) -> None:
-    rig, flag = Rig(SPEC), Flag()
+    rig, flag = Rig(SPEC), FiredEvent()
     request = barred(path, rig, flag)
     flag.fired = True
     request.landed()
@@ -45,7 +45,7 @@ def test_rows_reach_the_pages_behind_the_event(path: str) -> None:
 
 
 def test_other_rooms_do_not_wait_for_it() -> None:
-    rig, flag = Rig(SPEC), Flag()
+    rig, flag = Rig(SPEC), FiredEvent()
     request = barred("staged", rig, flag)
     rig.request("other", rig.prefills, rig.decodes, 24).start().landed()
     assert request.receives[0].phase is Phase.MOVING
@@ -57,7 +57,7 @@ def test_other_rooms_do_not_wait_for_it() -> None:
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_a_room_that_fails_meanwhile_is_released(path: str) -> None:
     """Nothing will be written, so its pages do not wait for the event."""
-    rig, flag = Rig(SPEC), Flag()
+    rig, flag = Rig(SPEC), FiredEvent()
     request = barred(path, rig, flag)
     request.receives[0].abort("changed my mind")
     request.failed()
@@ -66,7 +66,7 @@ def test_a_room_that_fails_meanwhile_is_released(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["staged", "direct"])
 def test_an_event_that_raises_fails_its_room_alone(path: str) -> None:
-    class Broken(Flag):
+    class Broken(FiredEvent):
         def query(self) -> bool:
             """The device has failed."""
             if self.fired:

@@ -10,7 +10,7 @@ from disagg_kv.endpoints.decode.scatter import ScatterQueue
 from disagg_kv.ids import Generation
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Rig, tp_shards
-from tests.support.rig_parts import Flag, PreparingKernels
+from tests.support.rig_parts import FiredEvent, PreparingKernels
 
 
 def world(kernels: PreparingKernels, ranks: int = 1, pace: float | None = None) -> Rig:
@@ -33,7 +33,7 @@ def scatterer(rig: Rig) -> ScatterQueue:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_segments_are_prepared_when_granted_and_launched_when_all_of_their_bytes_are_there(ranks: int) -> None:
     """One launch each; nothing is left to do then but to launch."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, ranks)
     request = granted(rig, event)
     assert len(kernels.held) == SEGMENTS
@@ -47,7 +47,7 @@ def test_segments_are_prepared_when_granted_and_launched_when_all_of_their_bytes
 
 
 def test_one_is_prepared_in_a_turn_so_that_what_comes_meanwhile_does_not_wait() -> None:
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels)
     request = rig.request("room", rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
     request.send(ROWS, ready=event).finish()
@@ -62,7 +62,7 @@ def test_one_is_prepared_in_a_turn_so_that_what_comes_meanwhile_does_not_wait() 
 
 def test_what_kernels_do_not_prepare_is_scattered_at_once_as_ever() -> None:
     """Prepared ones are launches of their own; the others, come together, are one."""
-    kernels, event = PreparingKernels(most=2), Flag()
+    kernels, event = PreparingKernels(most=2), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     event.fired = True
@@ -74,7 +74,7 @@ def test_what_kernels_do_not_prepare_is_scattered_at_once_as_ever() -> None:
 
 def test_what_is_prepared_does_not_overtake_what_is_not() -> None:
     """And nothing that waits for the turn's work is forgotten for it."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     kernels.fail_to_prepare = RuntimeError("not now")
     rig = world(kernels)
     request = rig.request("room", rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
@@ -95,14 +95,14 @@ def test_what_is_prepared_does_not_overtake_what_is_not() -> None:
 
 def test_what_was_prepared_ends_with_its_lease_and_is_prepared_anew_for_the_next() -> None:
     """A preempted room gives its leases back; the new ones may lie elsewhere."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     first = list(kernels.held)
     fired = request.sends[0].withdraw()
     rig.until(fired.query, "the end of reads")
     rig.until(lambda: not kernels.held, "the leases to come back")
-    other = granted(rig, Flag(), "other")
+    other = granted(rig, FiredEvent(), "other")
     request.send(ROWS, ready=event)
     rig.wait(1.0)
     assert len(kernels.held) == 2 * SEGMENTS
@@ -117,7 +117,7 @@ def test_what_was_prepared_ends_with_its_lease_and_is_prepared_anew_for_the_next
 
 def test_what_was_prepared_for_other_places_is_not_launched() -> None:
     """Whatever else goes wrong: a launch reads where the bytes are, or is none."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     prepared = scatterer(rig).prepared.ready
@@ -133,7 +133,7 @@ def test_what_was_prepared_for_other_places_is_not_launched() -> None:
 
 def test_a_prepared_scatter_keeps_to_the_pace() -> None:
     """A launch costs as much of it as any."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, pace=SEGMENT * ROW_BYTES / 5.0)
     request = granted(rig, event)
     event.fired = True
@@ -146,7 +146,7 @@ def test_a_prepared_scatter_keeps_to_the_pace() -> None:
 
 def test_the_lease_stays_until_the_prepared_launch_has_ended() -> None:
     """I1: its event is what is waited for."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     kernels.events = []
     rig = world(kernels)
     request = granted(rig, event)
@@ -166,7 +166,7 @@ def test_what_a_prepared_launch_brings_is_compared() -> None:
     rig, memory = Rig(SPEC), Memory(page_size=8)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=SEGMENT * ROW_BYTES, slots=64)
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels, verify="full")
-    event = Flag()
+    event = FiredEvent()
     request = granted(rig, event)
     event.fired = True
     request.landed()
@@ -176,7 +176,7 @@ def test_what_a_prepared_launch_brings_is_compared() -> None:
 
 def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
     """No room, no lease, or a place beside it."""
-    kernels, event = PreparingKernels(), Flag()
+    kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels)
     request = granted(rig, event)
     prepared, endpoint = scatterer(rig).prepared.ready, rig.decodes[0].endpoint

@@ -8,14 +8,14 @@ from disagg_kv.errors import DisaggKVError
 from disagg_kv.kernels import CpuKernels
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Request, Rig, tp_shards
-from tests.support.rig_parts import Flag, PreparingKernels
+from tests.support.rig_parts import FiredEvent, PreparingKernels
 
 pytestmark = pytest.mark.parametrize("op", ["gathers", "scatters"])
 
 
-def scene(op: str, kernels: PreparingKernels) -> tuple[Rig, Request, Flag]:
+def scene(op: str, kernels: PreparingKernels) -> tuple[Rig, Request, FiredEvent]:
     """One rank to one rank, of which the one that does the operation has these kernels; all leases are granted."""
-    rig, memory, event = Rig(SPEC), Memory(page_size=8), Flag()
+    rig, memory, event = Rig(SPEC), Memory(page_size=8), FiredEvent()
     ours, theirs = (kernels, CpuKernels()) if op == "gathers" else (CpuKernels(), kernels)
     nbytes, shards = SEGMENT * ROW_BYTES, tp_shards(SPEC, 1)
     rig.prefill(shards, memory=memory, strategy="staged", slot_bytes=nbytes, slots=64, kernels=ours)

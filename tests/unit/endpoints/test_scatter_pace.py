@@ -13,7 +13,7 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool
 from tests.support.rig import STEP_S, Memory, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag
+from tests.support.rig_parts import CountingKernels, FiredEvent
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 ROW_BYTES = 4 * 2 * 4 * 16
@@ -145,7 +145,7 @@ class Picky(Queued):
         if len(moves) > 1:
             raise UnsupportedError("too many")
         event = super().scatter(pool, moves, staging)
-        assert isinstance(event, Flag)
+        assert isinstance(event, FiredEvent)
         event.fired = True
         return event
 

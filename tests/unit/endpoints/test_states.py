@@ -17,7 +17,7 @@ from disagg_kv.planning import Intake, Limits, Segment
 from disagg_kv.strategies import LayerPipelined
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import KV, STATE, Memory, Rig, put_states, tp_shards
-from tests.support.rig_parts import Flag, Listening
+from tests.support.rig_parts import FiredEvent, Listening
 
 ATTENTION = (Component("k", "int8", 4, 8), Component("v", "float16", 4, 8))
 CONV = tuple(Component(f"conv.{block}", "int8", 4, 6, tokens_per_row=0, rows=3) for block in "qkv")
@@ -179,7 +179,7 @@ def test_states_are_read_at_their_event_and_from_the_slot_given_last() -> None:
     prefills, decodes = rig.prefill(tp_shards(HYBRID, 1)), rig.decode(tp_shards(HYBRID, 1))
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill().send(8)
     (send,), (member,) = request.sends, prefills
-    event = Flag()
+    event = FiredEvent()
     old, new = member.state(), member.state()
     send.finish(8, state=old, ready=event)
     rig.wait(1.0)
@@ -330,7 +330,7 @@ def test_a_preempted_room_gives_back_the_leases_of_states_that_are_to_come(ready
     rig = Rig(HYBRID)
     prefills, decodes = rig.prefill(tp_shards(HYBRID, 2)), rig.decode(tp_shards(HYBRID, 1), strategy="staged")
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
-    event = Flag()
+    event = FiredEvent()
     event.fired = ready
     request.send(8, ready=event)
     rig.wait(0.5)

@@ -18,7 +18,7 @@ from disagg_kv.planning import Segment, Writes
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
 from tests.support.rig import Memory, Rig, put, tp_shards
-from tests.support.rig_parts import Flag, RecordingTransport
+from tests.support.rig_parts import FiredEvent, RecordingTransport
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -247,7 +247,7 @@ def test_pages_are_not_written_before_the_event_by_a_transport_that_does_not_wai
         tp_shards(SPEC, 1), memory=Memory(transport=lambda: sent), strategy="slice", kernels=StreamKernels()
     )
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="slice")
-    event = Flag()
+    event = FiredEvent()
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9, ready=event)
     rig.wait(2.0)
     assert not sent.batches
@@ -259,7 +259,7 @@ def test_pages_are_not_written_before_the_event_by_a_transport_that_does_not_wai
 def test_a_copy_comes_after_the_events_of_its_own_rows_and_layers() -> None:
     """Those of other rows or layers do not delay it."""
     gates = ReadyEvents()
-    first, second, late = Flag(), Flag(), Flag()
+    first, second, late = FiredEvent(), FiredEvent(), FiredEvent()
     layers = [LayerId(0), LayerId(1)]
     gates.add(0, 8, [layers[0]], first)
     gates.add(8, 16, None, second)
@@ -281,7 +281,7 @@ def test_a_copy_comes_after_the_events_of_all_rows_that_it_shares(
     chunks: list[tuple[int, int, bool]], start: int, rows: int, scale: int
 ) -> None:
     """And of no others, in whatever order and however long chunks are: a room of states alone may name any row."""
-    gates, events = ReadyEvents(), [Flag() for _ in chunks]
+    gates, events = ReadyEvents(), [FiredEvent() for _ in chunks]
     for (first, count, fired), event in zip(chunks, events, strict=True):
         gates.add(scale * first, scale * (first + count), None, event)
         event.fired = fired
@@ -295,7 +295,7 @@ def test_a_copy_comes_after_the_events_of_all_rows_that_it_shares(
     assert {event for event in found if not event.query()} == rights
 
 
-class Asked(Flag):
+class Asked(FiredEvent):
     """An event that counts how often it was asked."""
 
     def __init__(self) -> None:

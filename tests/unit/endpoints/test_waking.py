@@ -17,7 +17,7 @@ from disagg_kv.memory import Event
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.strategies import LayerPipelined
 from tests.support.rig import Memory, Request, Rig, tp_shards
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 SPEC = CacheSpec.kv(6, 4, 8, "float16")
 PIPELINED = "staged+layer_pipelined"
@@ -262,14 +262,14 @@ class Marks:
 
     def __call__(self) -> Event:
         self.made += 1
-        return Flag()
+        return FiredEvent()
 
 
 def test_each_layer_with_an_event_wakes_where_a_trace_shows_it() -> None:
     commands, cuts, step = a_pass(traced=True)
     cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
     for layer in LAYERS:
-        step.layer_ready(layer, Flag())
+        step.layer_ready(layer, FiredEvent())
         assert commands.said[-2:] == [f"final [{layer}]", "wake"], "first said, then woken"
     step.close()
     assert commands.said[-2:] == ["final []", "closed"]
@@ -285,11 +285,11 @@ def test_only_what_completes_a_group_is_marked() -> None:
         made.append(marks.made)
     assert made == [0, 1, 1, 2]
     assert commands.said == ["begun", "final [0, 1]", "wake", "final [2, 3]", "wake"]
-    step.close(Flag())
+    step.close(FiredEvent())
     assert commands.said[-2:] == ["final []", "closed"]
 
 
-@pytest.mark.parametrize("event", [None, Flag()])
+@pytest.mark.parametrize("event", [None, FiredEvent()])
 def test_nothing_is_marked_or_said_where_all_layers_are_one_group(event: Event | None) -> None:
     """A pass for which one group is chosen costs what it costs per chunk, and an event when it is closed.
 
@@ -346,7 +346,7 @@ def test_layers_that_are_not_marked_are_final_with_the_rest_of_the_pass() -> Non
     marks = Marks()
     for layer in LAYERS[:3]:
         step.layer_ready(layer, marks)
-    step.close(Flag())
+    step.close(FiredEvent())
     assert marks.made == 2
     assert commands.said[-3:] == ["final [2]", "final [3]", "closed"]
 
@@ -356,7 +356,7 @@ def test_an_engine_may_leave_out_the_layers_of_which_none_matters(given: bool) -
     """They are final behind the event that close is given; without one behind what their stream was asked for."""
     commands, cuts, step = a_pass()
     cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
-    marks, event = Marks(), Flag()
+    marks, event = Marks(), FiredEvent()
     assert not step.layer_ready(LAYERS[0], marks)
     step.close(event if given else None)
     assert marks.made == 1

@@ -23,7 +23,7 @@ from disagg_kv.kernels import (
     available,
     kernels_for,
 )
-from disagg_kv.memory import Bell, Buffer, Event, MappedPool, MemoryPool, PagedPool
+from disagg_kv.memory import Buffer, Event, Flag, MappedPool, MemoryPool, PagedPool
 from disagg_kv.planning import PageCopy
 from tests.support.pools import KV, buffer_over, noise, staged_layout
 
@@ -62,9 +62,9 @@ class _Copied:
             CpuKernels().scatter(pool, moves, staging)
         return self
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         if self.wrong != "copy":
-            CpuKernels().copy(moves, after, bells)
+            CpuKernels().copy(moves, after, flags)
         return self
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
@@ -87,7 +87,7 @@ class _Broken:
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         raise OSError("no such instruction")
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, bells: Sequence[Bell] = ()) -> Event | None:
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         raise OSError("no such instruction")
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:

@@ -24,7 +24,7 @@ from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
 from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, check_prepared, check_prepared_gather, strided
 from tests.support.pools import KV, Bytes, buffer_over, copies, noise, staged_layout
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs natively here: see tests/gpu")
 
@@ -261,7 +261,7 @@ def test_kernels_are_ready_before_the_first_request_and_wait_for_no_event_where_
     assert isinstance(TRITON, SupportsStreams)
     TRITON.warm(pool)
     TRITON.warm_checksum(pool)
-    assert not TRITON.orders(Flag())
+    assert not TRITON.orders(FiredEvent())
 
 
 def test_a_gpu_is_served_by_triton() -> None:

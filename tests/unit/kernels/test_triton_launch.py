@@ -16,7 +16,7 @@ from disagg_kv.kernels.triton_kernels import Compiled, check_launcher
 from disagg_kv.kernels.triton_launch import LaunchContext, Launcher, Written
 from disagg_kv.kernels.triton_slots import ArgumentSlot
 from disagg_kv.kernels.triton_tables import Shape
-from disagg_kv.memory import Bell, Event
+from disagg_kv.memory import Event, Flag
 
 
 class Queue:
@@ -40,7 +40,7 @@ class Queue:
             raise DisaggKVError("cuda: upload")
 
     def store(self, stream: int, addr: int, value: int) -> None:
-        assert not self.recorded, "a bell behind the event of the end"
+        assert not self.recorded, "a flag behind the event of the end"
         if "store" in self.broken:
             raise DisaggKVError("cuda: store")
         self.stored.append((stream, addr, value))
@@ -133,21 +133,21 @@ def test_the_slot_of_a_launch_that_fails_comes_back(
 
 
 @pytest.mark.parametrize("broken", [(), ("store",)])
-def test_bells_follow_their_kernel_and_precede_its_end(broken: tuple[str, ...]) -> None:
+def test_flags_follow_their_kernel_and_precede_its_end(broken: tuple[str, ...]) -> None:
     """In its stream. One that cannot be stored costs the room nothing: the copy is launched, and its frame follows."""
     queue: list[Queue] = []
 
     def run(*args: object) -> None:
-        assert not queue[0].stored, "a bell before its kernel"
+        assert not queue[0].stored, "a flag before its kernel"
 
     words = torch.zeros(16, dtype=torch.int64)
     slot = ArgumentSlot(words, words.numpy(), words.data_ptr(), words.clone(), 0)
     context = Context(frozenset(broken), run)
     queue.append(context.queue)
     stream = cast("torch.cuda.Stream", _Stream())
-    bells = [Bell(64, 5), Bell(128, 6)]
+    flags = [Flag(64, 5), Flag(128, 6)]
     tables, shape = (slot.device,), Shape(16, 4, 4, 1)
-    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, tables, (1, 1), 1, shape, False, bells)
+    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, tables, (1, 1), 1, shape, False, flags)
     launcher = Launcher("gather")
     assert str(launcher._launch(call, None)) == "mark 1"
     assert context.queue.stored == ([] if broken else [(7, 64, 5), (7, 128, 6)])

@@ -14,7 +14,7 @@ from disagg_kv.geometry import CacheSpec, Component, Group, shard
 from disagg_kv.ids import GroupId, LayerId, RoomId
 from disagg_kv.planning import plain_site
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 
 SPEC = CacheSpec.kv(1, 1, 4, "float16")
 SITE = plain_site(SPEC, shard(SPEC), 32, 4)
@@ -97,7 +97,7 @@ def test_pages_that_the_engine_still_writes_go_to_nobody() -> None:
     first.begin()
     assert first.settle(ended(Phase.DONE))
     first.grow(29)
-    written = Flag()
+    written = FiredEvent()
     first.end([*range(17)], written)
     assert Counts(of)() == (0, 4)
     with pytest.raises(CapacityError):

@@ -11,7 +11,7 @@ from disagg_kv.testing.pair import Pair
 from disagg_kv.testing.transport import TransportSuite
 from disagg_kv.testing.transport_cases import NBYTES
 from disagg_kv.testing.transport_peers import PeerCases
-from disagg_kv.transports import InprocTransport, ShmTransport, SupportsBells, Transport
+from disagg_kv.transports import InprocTransport, ShmTransport, SupportsFlags, Transport
 from tests.support.needs import needs_nixl
 from tests.support.transports import SlowTransport, faultless_inproc, faultless_shm, inproc_or_shm, shm_or_nixl
 
@@ -74,11 +74,11 @@ class TestInprocOrShm(TransportSuite):
         return inproc_or_shm
 
     @staticmethod
-    def ringing(pair: Pair) -> SupportsBells:
-        """Bells ring over the first lane alone, which reaches no other process."""
+    def raising(pair: Pair) -> SupportsFlags:
+        """Flags are of the first lane alone, which reaches no other process."""
         if not isinstance(pair.target, End):
-            pytest.skip("the board is that of the first lane")
-        return TransportSuite.ringing(pair)
+            pytest.skip("the page is that of the first lane")
+        return TransportSuite.raising(pair)
 
 
 @needs_nixl

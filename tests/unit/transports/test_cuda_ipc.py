@@ -20,22 +20,22 @@ from attrs import evolve
 from disagg_kv.errors import RegistrationError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Peer
 from disagg_kv.memory import All, Buffer
-from disagg_kv.memory.bell import ring
+from disagg_kv.memory.flag import raise_flags
 from disagg_kv.testing.ends import Child, End
 from disagg_kv.testing.pair import POISON, Pair, batch, noise, same
 from disagg_kv.transports import available, decode, default_transport, encode
-from disagg_kv.transports.bells import SLOT_WORDS, heard
 from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
+from disagg_kv.transports.flags import SLOT_WORDS
 from tests.support.fake_cuda import Allocation, FakeCuda, FakeCudaMemory, fake_cuda_ipc
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 from tests.support.scarce import no_descriptor
 
 NBYTES = 1 << 16
 TIMEOUT_S = 120.0
 
 
-class CudaFlag(Flag):
+class CudaFlag(FiredEvent):
     """An event that a stream of the fake driver waits for."""
 
     def __init__(self, cuda: FakeCuda, number: int) -> None:
@@ -215,7 +215,7 @@ def test_writes_wait_in_the_stream_for_events_of_the_gpu(pair: Pair, cuda: FakeC
 
 def test_an_event_may_be_made_of_the_gpus_and_of_others(pair: Pair, cuda: FakeCuda) -> None:
     """The host waits for what only it can ask, the stream for the rest."""
-    gpu, host = CudaFlag(cuda, 5), Flag()
+    gpu, host = CudaFlag(cuda, 5), FiredEvent()
     writes = batch(pair.local, pair.remote, [(0, 0, 100)])
     ticket = pair.source.transport.submit(pair.peer, writes, after=All((All((gpu,)), host)))
     host.fired = True
@@ -227,7 +227,7 @@ def test_an_event_may_be_made_of_the_gpus_and_of_others(pair: Pair, cuda: FakeCu
 
 def test_an_event_lives_until_the_copies_that_wait_for_it_are_queued(pair: Pair, cuda: FakeCuda) -> None:
     """The driver's handle of one that nobody keeps is soon another event's."""
-    gpu, host = CudaFlag(cuda, 5), Flag()
+    gpu, host = CudaFlag(cuda, 5), FiredEvent()
     lives = weakref.ref(gpu)
     writes = batch(pair.local, pair.remote, [(0, 0, 100)])
     ticket = pair.source.transport.submit(pair.peer, writes, after=All((gpu, host)))
@@ -244,7 +244,7 @@ def test_an_event_lives_until_the_copies_that_wait_for_it_are_queued(pair: Pair,
 def test_an_event_that_fails_ends_its_ticket_and_nothing_was_written(pair: Pair) -> None:
     """With the event's own error as the cause, and quiet."""
 
-    class Fails(Flag):
+    class Fails(FiredEvent):
         def query(self) -> bool:
             raise ValueError("the engine's stream is broken")
 
@@ -303,7 +303,7 @@ def test_close_names_copies_in_flight_and_ends_those_that_wait(
     """What may still be read is left alone, also when the transport is gone; what was never queued is quiet."""
     cuda.stuck = True
     flying = pair.submit((0, 0, 100))
-    waiting = pair.source.transport.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 9)]), after=Flag())
+    waiting = pair.source.transport.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 9)]), after=FiredEvent())
     assert pair.source.close(0.001) == (flying,)
     assert len(cuda.opened) == 1
     (ended,) = pair.source.transport.poll()
@@ -442,19 +442,19 @@ def test_what_cannot_be_opened_is_an_error_with_the_driver_s_word(pair: Pair, cu
     assert transport.map(pair.peer, pair.remote, "cuda:1").nbytes == NBYTES
 
 
-def test_a_board_is_the_streams_while_a_bell_of_it_lives(pair: Pair, cuda: FakeCuda) -> None:
+def test_a_page_is_the_streams_while_a_flag_of_it_lives(pair: Pair, cuda: FakeCuda) -> None:
     """Also after the peer was disconnected, and the transport closed; a forked child takes nothing back."""
     transport = pair.source.transport
     assert isinstance(transport, CudaIpcTransport)
-    bells = transport.open_bells(pair.peer, pair.target.board(4096))
-    bell = bells.arm(1, 5, (0, 1, 0, 1, 0), "cuda:0")
-    assert bell is not None
+    flags = transport.open_flags(pair.peer, pair.target.flag_page(4096))
+    flag = flags.arm(1, 5, (0, 1, 0, 1, 0), "cuda:0")
+    assert flag is not None
     assert list(cuda.shared.values()) == [4096]
-    assert bells.arm(1, 5, (0, 1, 0, 1, 0), "cuda:1") is None
+    assert flags.arm(1, 5, (0, 1, 0, 1, 0), "cuda:1") is None
     transport.disconnect(pair.peer)
     pair.source.close(0.0)
-    kept = [bell]
-    del bells, bell
+    kept = [flag]
+    del flags, flag
     gc.collect()
     assert len(cuda.shared) == 1
     child = os.fork()
@@ -462,19 +462,19 @@ def test_a_board_is_the_streams_while_a_bell_of_it_lives(pair: Pair, cuda: FakeC
         kept.clear()
         os._exit(len(cuda.shared))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    ring(kept)
+    raise_flags(kept)
     assert pair.target.words()[SLOT_WORDS] == 5
     kept.clear()
     assert not cuda.shared
 
 
-def test_a_board_is_taken_from_streams_by_the_thread_that_drops_its_last_bell(pair: Pair, cuda: FakeCuda) -> None:
+def test_a_page_is_taken_from_streams_by_the_thread_that_drops_its_last_flag(pair: Pair, cuda: FakeCuda) -> None:
     """Once, while it is mapped still, whatever that thread is: here, one that has nothing to do with a transport."""
     transport = pair.source.transport
     assert isinstance(transport, CudaIpcTransport)
-    bells = transport.open_bells(pair.peer, pair.target.board(4096))
-    kept = [bells.arm(slot, 5, (0, 1, 0, 1, 0), "cuda:0") for slot in (1, 2)]
-    del bells
+    flags = transport.open_flags(pair.peer, pair.target.flag_page(4096))
+    kept = [flags.arm(slot, 5, (0, 1, 0, 1, 0), "cuda:0") for slot in (1, 2)]
+    del flags
     pair.source.close(0.0)
     assert kept.pop() is not None
     assert len(cuda.shared) == 1
@@ -483,35 +483,31 @@ def test_a_board_is_taken_from_streams_by_the_thread_that_drops_its_last_bell(pa
     assert not cuda.shared
 
 
-def test_where_the_driver_refuses_the_board_a_thread_rings(
+def test_where_the_driver_refuses_the_page_no_stream_raises_flags(
     pair: Pair, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log has the driver's word."""
     transport = pair.source.transport
     assert isinstance(transport, CudaIpcTransport)
-    board = pair.target.board(4096)
+    page = pair.target.flag_page(4096)
     cuda.broken = {"share"}
     with caplog.at_level(logging.WARNING, "disagg_kv"):
-        bells = transport.open_bells(pair.peer, board)
-    assert "its bells are rung by a thread: cuda: share: CUDA_ERROR_FAKE" in caplog.text
-    assert bells.arm(1, 5, (0, 1, 0, 1, 0), "cuda:0") is None
-    bells.ring(1, 5, (0, 1, 0, 1, 0))
-    assert heard(pair.target.words(), 1, 5) == (0, 1, 0, 1, 0)
+        flags = transport.open_flags(pair.peer, page)
+    assert "no stream raises its flags: cuda: share: CUDA_ERROR_FAKE" in caplog.text
+    assert flags.arm(1, 5, (0, 1, 0, 1, 0), "cuda:0") is None
     cuda.broken = {"unshare"}
-    del bells
-    transport.open_bells(pair.peer, board)
+    del flags
+    transport.open_flags(pair.peer, page)
     assert "unshare: CUDA_ERROR_FAKE" in caplog.text
 
 
-def test_a_transport_without_memory_of_its_own_rings_by_a_thread(child: Child, made: CudaIpcTransport) -> None:
+def test_a_transport_without_memory_of_its_own_raises_no_flags(child: Child, made: CudaIpcTransport) -> None:
     """There is no device yet whose streams could."""
     child.open()
     peer = made.connect(child.descriptor(), TIMEOUT_S)
-    bells = made.open_bells(peer, child.board(4096))
-    assert bells.arm(0, 1, (0, 1, 0, 1, 0), "cuda:0") is None
-    bells.ring(0, 1, (0, 1, 0, 1, 0))
-    assert heard(child.words(), 0, 1) == (0, 1, 0, 1, 0)
+    flags = made.open_flags(peer, child.flag_page(4096))
+    assert flags.arm(0, 1, (0, 1, 0, 1, 0), "cuda:0") is None
     with pytest.raises(TransportError, match="no peer"):
-        made.open_bells(Peer(bytes(16)), child.board(4096))
+        made.open_flags(Peer(bytes(16)), child.flag_page(4096))
     made.close(0.0)
     child.close(0.0)

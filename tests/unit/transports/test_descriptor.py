@@ -14,7 +14,7 @@ from disagg_kv.transports import Descriptor, Region, cuda_ipc, decode, encode
 from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_memory import Owner
 from disagg_kv.transports.descriptor import _MAGIC, MAX_BYTES, VERSION
-from disagg_kv.transports.memfd import BoardPlace, Place
+from disagg_kv.transports.memfd import FlagPlace, Place
 from disagg_kv.transports.mooncake_flight import Address
 from disagg_kv.transports.nixl import _Contact
 from disagg_kv.transports.process import Process
@@ -25,7 +25,7 @@ HEAD = _MAGIC + bytes([VERSION])
 
 def test_what_travels_has_one_shape_per_version() -> None:
     """Who changes one of these types raises ``VERSION``, and then this test."""
-    types = (Descriptor, Region, Process, Gpu, Owner, cuda_ipc._Place, Place, BoardPlace, _Contact, Address)
+    types = (Descriptor, Region, Process, Gpu, Owner, cuda_ipc._Place, Place, FlagPlace, _Contact, Address)
     assert VERSION == 3
     assert [" ".join(field.name for field in attrs.fields(one)) for one in types] == [
         "transport incarnation serial regions blob",

@@ -29,7 +29,7 @@ from disagg_kv.transports import (
     Settled,
     ShmTransport,
     SupportsAllocate,
-    SupportsBells,
+    SupportsFlags,
     SupportsMapping,
     Transport,
     WriteEnded,
@@ -190,12 +190,12 @@ def test_one_transport_stays_itself() -> None:
 def test_several_have_the_powers_of_any_and_the_promises_of_the_weakest() -> None:
     """An endpoint asks for both."""
     neither = combine([emulate(InprocTransport(), 1e9), Slow()])
-    assert not isinstance(neither, SupportsAllocate | SupportsMapping | SupportsBells)
+    assert not isinstance(neither, SupportsAllocate | SupportsMapping | SupportsFlags)
     assert isinstance(combine([emulate(ShmTransport(), 1e9), Slow()]), SupportsAllocate)
     both = combine([InprocTransport(), ShmTransport()])
     assert isinstance(both, SupportsAllocate)
     assert isinstance(both, SupportsMapping)
-    assert isinstance(both, SupportsBells)
+    assert isinstance(both, SupportsFlags)
     caps = combine([Slow(), ShmTransport()]).caps
     assert (caps.own_memory_only, caps.in_process_only, caps.notifies, caps.max_batch) == (True, False, False, 7)
     assert (caps.drain_s, combine([Unknown(), ShmTransport()]).caps.drain_s) == (3.0, None)

@@ -20,7 +20,7 @@ from disagg_kv.memory import U8, Buffer
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import Child, End, HostMemory, TransportEvent
 from disagg_kv.testing.pair import Log, batch, noise, same, wait
-from disagg_kv.testing.transport_events import Flag
+from disagg_kv.testing.transport_events import FiredEvent
 from disagg_kv.transports import (
     Descriptor,
     Extents,
@@ -312,7 +312,7 @@ def test_what_waited_together_is_copied_by_the_caller_in_part_only(
     """``poll`` does not block: who posts CPU memory copies it."""
     here, there = source.add(noise(8 * MIB)), target.add(np.zeros(8 * MIB, np.uint8))
     peer = source.connect(target.descriptor(), WAIT_S)
-    flag, mine, post = Flag(), list[int](), nixl_library.Agent.post
+    flag, mine, post = FiredEvent(), list[int](), nixl_library.Agent.post
 
     def spied(agent: nixl_library.Agent, name: str, handle: nixl_library.Handle, place: nixl_library.Place) -> bool:
         mine.append(threading.get_ident())

@@ -23,8 +23,6 @@ from ..base import (
     Offered,
     Options,
     Quiet,
-    Ring,
-    RingFinal,
     Send,
     Tick,
     Transfer,
@@ -49,7 +47,7 @@ from ..wire.frames import (
     Return,
     Returned,
     StagingRequest,
-    WireBells,
+    WireFlags,
     WirePace,
     words,
 )
@@ -80,7 +78,7 @@ class FlowPlan:
         limits: what cuts it into segments.
         groups: how the layers of some rows are grouped; None: all together.
         pace: how fast we are, once all is sent.
-        bells: where its segments may be announced before their frames; None: nowhere.
+        flags: where its segments may be announced before their frames; None: nowhere.
         lane: the name of what carries its bytes.
     """
 
@@ -92,7 +90,7 @@ class FlowPlan:
     limits: Limits
     groups: Grouping | None = None
     pace: Callable[[], WirePace | None] = lambda: None
-    bells: WireBells | None = None
+    flags: WireFlags | None = None
     lane: str = ""
 
 
@@ -123,7 +121,7 @@ class Flow(Machine[Sending]):
         self._repeat = Repeater(options)
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
-        self._bells: dict[Segment, int] = {}
+        self._flags: dict[Segment, int] = {}
         self._stated = False
         self._lost = False
 
@@ -197,16 +195,16 @@ class Flow(Machine[Sending]):
         """True while a gather or a write of this flow may still read or write."""
         return bool(self._unquiet)
 
-    def bell(self, segment: Segment) -> Ring | None:
-        """The bell of a segment, always the same one; None: it has none.
+    def flag(self, segment: Segment) -> tuple[int, int] | None:
+        """The slot and the value of a segment's flag, always the same; None: it has none.
 
-        It may be rung once all bytes of our part are in the peer's pages, and as often as one likes.
+        It may be raised once all bytes of our part are in the peer's pages, and as often as one likes.
         """
-        if self.plan is None or self.plan.bells is None:
+        if self.plan is None or self.plan.flags is None:
             return None
-        slot, count, value = self.plan.bells
-        number = self._bells.setdefault(segment, len(self._bells))
-        return Ring(self.peer, slot + number, value + number, segment) if number < count else None
+        slot, count, value = self.plan.flags
+        number = self._flags.setdefault(segment, len(self._flags))
+        return (slot + number, value + number) if number < count else None
 
     # Moving.
 
@@ -292,9 +290,6 @@ class Flow(Machine[Sending]):
         part = self.outbound[event.segment]
         self.outbound.move(part, SegmentStep.ANNOUNCED)
         lease = None if part.grant is None else part.grant.lease
-        bell = None if event.sums is not None else self.bell(event.segment)
-        if bell is not None:
-            self._out.append(bell)
         notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
         self._check_finished()
@@ -330,9 +325,6 @@ class Flow(Machine[Sending]):
 
     def _on_finished(self, event: Finished) -> None:
         self._finished = event
-        if self.plan is not None and self.plan.bells is not None:
-            slot, count, value = self.plan.bells
-            self._out.append(RingFinal(self.peer, slot + count, value + count, event.stop, event.aux))
         self._check_finished()
 
     def _check_finished(self) -> None:

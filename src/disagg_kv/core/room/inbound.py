@@ -165,12 +165,6 @@ class InboundSegments:
         """A segment has no lease any more, and no scatter."""
         del self._segments[segment]
 
-    def conclude(self, segments: int, nbytes: int) -> None:
-        """All rows are in our pages, as a number of segments and bytes; those in hand have no lease, and are done."""
-        assert not any(part.asks for part in self._segments.values())
-        self._segments.clear()
-        self.segments_placed, self.bytes_placed = segments, nbytes
-
     def missing(self, intake: Intake, rows: RowRange) -> Sequence[Segment]:
         """Which of these rows are not placed; else which segments are in hand."""
         needed = intake.needed(rows)

@@ -8,10 +8,9 @@ I/O. :data:`~disagg_kv.core.room.tables.RECEIVING` names the method for each pai
 * ``MOVING``: a writer requests a lease for a segment, writes, and announces its part (``ChunkReady``). All writers of a
   segment share one lease; each has its own range of it. When the last part has arrived, the lease is scattered. A
   segment on exposed pages has no lease, and is scattered only where it is compared.
-* ``PLACED``: every writer is done, all that it announced has arrived, and the placed rows are exactly those awaited.
-  This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against. ``Concluded`` leads here
-  at once, without a ``Done``: decode's engine has seen from bells that all rows are in its pages. That is final, so no
-  notice that came before can contradict it.
+* ``PLACED``: the placed rows are exactly those awaited. Where prefill has to say how the room ends, at which row or
+  with which aux data, every writer is done, too, and all that it announced has arrived. This rank votes for success. It
+  cannot fail alone any more: a doubt becomes a vote against.
 * ``CLOSED``: every lease is free. The ranks have decided success, or the room failed and no abort is pending.
 * ``DRAINING``: the room has failed, and its memory is not free yet. :mod:`.draining` holds that half, and the rule by
   which every lease comes back, also in a room that succeeds.
@@ -32,7 +31,6 @@ from ..base import (
     Awaited,
     Cancel,
     CastVote,
-    Concluded,
     Decided,
     Effect,
     Introduced,
@@ -65,7 +63,7 @@ from ..wire.frames import (
     Returned,
     RoomFrame,
     StagingRequest,
-    WireBells,
+    WireFlags,
     WirePace,
 )
 from ..wire.specs import segment_from_wire, segment_to_wire
@@ -97,9 +95,8 @@ class ReceiveRoom(DrainingRoom):
         self._awaited: Awaited | None = None
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
-        self._bells: tuple[WireBells, ...] = ()
+        self._flags: tuple[WireFlags, ...] = ()
         self._stop: int | None = None
-        self.doubted = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
         """See :meth:`Machine.handle`; a frame of an unknown writer, and any event after the end, is only counted."""
@@ -131,20 +128,13 @@ class ReceiveRoom(DrainingRoom):
         return "+".join(sorted({w.lane for w in self._writers.values() if w.lane and self._intake.parts[w.rank]}))
 
     @property
-    def listens(self) -> tuple[Awaited, Intake] | None:
-        """What is awaited, while bells alone can show that it is there; else None.
+    def moving(self) -> bool:
+        """Whether rows are awaited, and every writer has named what carries its writes."""
+        return self.state is Receiving.MOVING and self._lanes_known
 
-        Every writer has opened the room, and has named what carries its writes; none has asked for a lease. Also when
-        all has landed, until the ranks agree: bells may show first that all others succeed.
-        """
-        moving = self.state is Receiving.MOVING and self._claim_by == inf
-        if not self._bells or not (moving or self.state is Receiving.PLACED):
-            return None
-        if any(w.lane is None for w in self._writers.values()):
-            return None
-        assert self._awaited is not None
-        assert self._intake is not None
-        return self._awaited, self._intake
+    @property
+    def _lanes_known(self) -> bool:
+        return all(w.lane is not None for w in self._writers.values())
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
@@ -164,7 +154,7 @@ class ReceiveRoom(DrainingRoom):
     def _on_introduced(self, event: Introduced) -> None:
         self._intake = event.intake
         self._pace = event.pace
-        self._bells = event.bells
+        self._flags = event.flags
         self._introduce(event)
         self._begin()
 
@@ -177,7 +167,7 @@ class ReceiveRoom(DrainingRoom):
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
         if not self._exposed or a.verify != "off":
-            self._bells = ()
+            self._flags = ()
         for w in self._writers.values():
             self._expect(w, a)
 
@@ -191,7 +181,7 @@ class ReceiveRoom(DrainingRoom):
             tag=self.tag,
             verify=a.verify,
             pace=self._pace,
-            bells=self._bells[w.rank] if self._bells else None,
+            flags=self._flags[w.rank] if self._flags else None,
             unsegmented=a.unsegmented,
         )
         self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
@@ -363,15 +353,20 @@ class ReceiveRoom(DrainingRoom):
     def _check_placed(self) -> None:
         """Vote for success only if the placed segments exactly cover the awaited rows: ``Done`` alone proves nothing.
 
-        ``Done`` may overtake notices, so this waits until each announced segment has arrived.
+        ``Done`` may overtake notices, so this waits until each announced segment has arrived. Where only rows are
+        awaited, and it is known which, nothing waits for ``Done``.
         """
         assert self._awaited is not None
         assert self._intake is not None
         writers = self._writers.values()
-        if not all(w.complete for w in writers) or self.inbound.scattering:
+        done = all(w.complete for w in writers)
+        known = not self._awaited.needs_ends and self._lanes_known and not any(self.inbound)
+        if self.inbound.scattering or not (done or known):
             return
         assert self._stop is not None
         if missing := self.inbound.missing(self._intake, RowRange(self._awaited.start, self._stop)):
+            if not done:
+                return
             what = f"{'states of ' if missing[0].state else ''}layers {missing[0].layers}"
             reason = f"{self._name()}: prefill is done, but {what} are not complete"
             self._fail(RemoteProtocolError(reason, instance=self.source))
@@ -383,14 +378,6 @@ class ReceiveRoom(DrainingRoom):
             reason = f"{self._name()}: an aux row is awaited, and prefill gave none"
             self._fail(IntegrityError(reason, instance=self.source))
             return
-        self._succeed()
-
-    def _on_concluded(self, event: Concluded) -> None:
-        """Segments in hand have no lease: else ``listens`` is None, and the engine comes to no conclusion."""
-        self.inbound.conclude(event.segments, event.nbytes)
-        self._succeed()
-
-    def _succeed(self) -> None:
         self._repeat.clear()
         self.state = Receiving.PLACED
         self._out.append(CastVote(True, ""))
@@ -414,7 +401,6 @@ class ReceiveRoom(DrainingRoom):
 
     def _withdraw(self, reason: str) -> None:
         """Vote against a room that this rank has voted for: it fails unless rank 0 has decided."""
-        self.doubted = True
         self._out.append(CastVote(False, reason))
 
     def _on_tick_placed(self, event: Tick) -> None:

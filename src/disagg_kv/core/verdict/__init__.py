@@ -1,1 +1,1 @@
-"""How the ranks of one instance agree on the outcome of a room."""
+"""Who says how a room ended: all ranks of an instance, or each for itself."""

@@ -52,8 +52,8 @@ RoomBytes = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Tag = Annotated[bytes, Meta(max_length=256)]
-Bells = Annotated[bytes, Meta(max_length=1024)]
-"""Where decode's board of bells is, as its transport says it; empty: it has none."""
+Flags = Annotated[bytes, Meta(max_length=1024)]
+"""Where decode's flag page is, as its transport says it; empty: it has none."""
 LayerSums = Annotated[bytes, Meta(max_length=1 << 19)]
 """A checksum of eight bytes for every layer of a segment."""
 
@@ -72,8 +72,8 @@ def wire_pace(layer_token_s: float, bytes_per_s: float, group_s: float) -> WireP
     return min(layer_token_s, SLOWEST_S), rate, min(group_s, SLOWEST_S)
 
 
-WireBells = tuple[U, Count, Annotated[int, Meta(ge=1, le=2**62)]]
-"""Of the receiver's board of bells: the first of consecutive slots for segments, how many they are, and the value of
+WireFlags = tuple[U, Count, Annotated[int, Meta(ge=1, le=2**62)]]
+"""Of the receiver's flag page: the first of consecutive slots for segments, how many they are, and the value of
 the first. The slots and the value that follow are those of the final record."""
 
 Box = tuple[U, U, U, U, bool]
@@ -167,8 +167,8 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     """The sender's identity; sent until the receiver's ``Hello`` names its epoch, and whenever an epoch does not match.
 
     ``started`` is when the sender's process began, as a ``pid`` may be used again. ``born`` is when this life of the
-    sender began, in nanoseconds since the boot of ``host``. ``words`` is where decode has memory for the words of other
-    ranks of its instance on ``host``. ``queues``: kernels of prefill queue copies, and keep no thread meanwhile.
+    sender began, in nanoseconds since the boot of ``host``. ``verdict`` is who says how rooms ended, see
+    :mod:`disagg_kv.core.verdict`. ``queues``: kernels of prefill queue copies, and keep no thread meanwhile.
     """
 
     version: U
@@ -188,8 +188,8 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     descriptor: Annotated[bytes, Meta(max_length=MAX_DESCRIPTOR)]
     paths: Annotated[tuple[tuple[Name, U], ...], Few]
     conversions: Annotated[tuple[Name, ...], Few]
-    bells: Bells = b""
-    words: Bells = b""
+    verdict: Name
+    flags: Flags = b""
     slot_bytes: U
     queues: bool = False
     ring_region: Region
@@ -226,8 +226,8 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited, by ``path``.
 
     ``tables`` are there exactly when pages are exposed; ``verify`` says how much decode wants compared. ``pace`` is the
-    last one that a prefill rank sent: all of them choose layer groups by it. ``bells`` are slots in which the receiver
-    may announce its segments before its frames do; see :mod:`disagg_kv.transports.bells`. ``unsegmented``: the size of
+    last one that a prefill rank sent: all of them choose layer groups by it. ``flags`` are slots in which the receiver
+    may announce its segments before its frames do; see :mod:`disagg_kv.transports.flags`. ``unsegmented``: the size of
     a staging slot cuts no segment.
     """
 
@@ -238,7 +238,7 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     tag: Tag
     verify: Verify = "off"
     pace: WirePace | None = None
-    bells: WireBells | None = None
+    flags: WireFlags | None = None
     unsegmented: bool = False
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 
 from ...core import RoomKey
-from ...errors import AbortedError, EndpointBrokenError
+from ...errors import AbortedError
 from ..loop.driver import Driver
-from .handle import CheckedExpectation, ReceptionHandle
+from .handle import CheckedExpectation
 from .rooms import DecodeSide
 
 
@@ -23,20 +22,11 @@ class PostedCommands:
     def __init__(self, driver: Driver, side: DecodeSide) -> None:
         self.admission = driver.admission
         self._driver = driver
-        self._loop = driver.loop
         self._side = side
 
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Await rows."""
         self._driver.post(partial(self._side.expect, key, wanted))
-
-    def rang(self, key: RoomKey, handle: ReceptionHandle) -> float:
-        """The bells of a room were seen. The frames that follow wake the endpoint's thread: the engine need not."""
-        now = self._loop.clock()
-        self._side.changed(handle)
-        with suppress(EndpointBrokenError):  # it ends the room as the engine has seen it
-            self._loop.post(partial(self._side.rang, key))
-        return now
 
     def abort(self, key: RoomKey, error: AbortedError) -> None:
         """Give a room up."""

@@ -9,7 +9,7 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...core import Options, RoomKey, Verify, check_verify
+from ...core import Alone, Elected, Options, RoomKey, Verify, check_verify
 from ...errors import ConfigurationError, QuarantineFullError
 from ...geometry import Shard
 from ...ids import Epoch, RoomId, room_name
@@ -28,9 +28,8 @@ from ..loop.construction import Parts
 from ..loop.endpoint import Endpoint
 from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
-from ..peers.mapping import check_mapping, new_board
+from ..peers.mapping import check_mapping, new_flag_page
 from ..staging_memory import exposable, made_by, new_staging, ready_kernels
-from .ballots import new_words
 from .commands import PostedCommands
 from .handle import ReceptionHandle
 from .inspection import DecodeInspection
@@ -66,6 +65,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             ``kept`` in its expectation. With ``"sampled"``, about one in 16 rooms that have ``kept`` is compared.
         scatter_bytes_per_s: most bytes per second that are scattered into pages, so that scatters do not delay the
             engine's decode steps; None: no limit.
+        verdict: :class:`~disagg_kv.core.Elected`: a room ends alike on all ranks of the instance, which vote.
+            :class:`~disagg_kv.core.Alone`: each rank's outcome is its own, and the engine reduces over ranks. All ranks
+            of the instance take the same.
         options: times and bounds.
         kernels: scatter and checksum kernels; None: the fastest for the pool's device. They are compiled now.
         observer: receives spans and counters.
@@ -95,13 +97,25 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         allocator: Callable[[int], StagingAllocator] = RingStagingAllocator,
         verify: Verify = "off",
         scatter_bytes_per_s: float | None = SCATTER_BYTES_PER_S,
+        verdict: type[Elected] | type[Alone] = Elected,
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
         environment: Environment | None = None,
     ) -> None:
         parts = Parts(
-            pool, transport, channel, rendezvous, instance, rank, shards, options, kernels, observer, environment
+            pool,
+            transport,
+            channel,
+            rendezvous,
+            instance,
+            rank,
+            shards,
+            verdict,
+            options,
+            kernels,
+            observer,
+            environment,
         )
         with parts:
             check_verify(verify)
@@ -120,20 +134,18 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._staging = memory = new_staging(carrier, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
             ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
-            board, place = new_board(carrier, parts.options.bells if verify == "off" else 0, usable)
+            flags, place = new_flag_page(carrier, usable) if verify == "off" else (None, b"")
             me = parts.info("decode", regions, usable)
-            words = new_words(me, parts.options.bells if board is not None else 0)
             me = attrs.evolve(
                 me,
-                bells=place,
-                words=words.place,
+                flags=place,
                 ring_region=ring_region,
                 ring_bytes=ring_bytes,
                 lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
             )
 
             def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
-                return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, board, words)
+                return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, flags)
 
             super().__init__(parts, me, side)
         self._commands = PostedCommands(self.driver, self._side)
@@ -163,12 +175,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._ids.add(room, handle)
             self.driver.post(partial(self._side.open, key, handle, source, own, tag))
         return handle
-
-    def poll(self) -> Sequence[ReceptionHandle]:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
-        for handle in tuple(self._side.bells.watched):
-            handle.listen()
-        return super().poll()
 
     @property
     def quarantined_bytes(self) -> int:

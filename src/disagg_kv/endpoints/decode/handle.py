@@ -9,10 +9,9 @@ from typing import Protocol
 from attrs import frozen
 
 from ... import arguments
-from ...core import Phase, RoomKey
+from ...core import RoomKey
 from ...errors import (
     AbortedError,
-    DisaggKVError,
     EndpointBrokenError,
     GeometryError,
     LocalProtocolError,
@@ -25,7 +24,6 @@ from ..cached_prefix import after, first_row
 from ..expectation import Expectation
 from ..handle import RoomHandle, check_states, check_tables
 from ..loop.admission import Admission
-from .bells import BellWatch
 
 
 @frozen
@@ -67,10 +65,6 @@ class DecodeCommands(Protocol):
         """The engine gives the room up."""
         ...
 
-    def rang(self, key: RoomKey, handle: ReceptionHandle) -> float:
-        """Bells have shown the engine that the room is done; gives the time."""
-        ...
-
 
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
@@ -82,45 +76,6 @@ class ReceptionHandle(RoomHandle):
         self._pool = pool
         self._commands = commands
         self._expected = False
-        self._watch: BellWatch | None = None
-        self._rang = False
-
-    @property
-    def phase(self) -> Phase:
-        """How far it is; also by bells that the endpoint's thread has not handled yet."""
-        self.listen()
-        return super().phase
-
-    @property
-    def state(self) -> tuple[Phase, bool]:
-        """See :class:`RoomHandle`. What bells have shown the engine is final."""
-        phase, released = self._state
-        return (Phase.DONE, released) if self._rang else (phase, released)
-
-    @property
-    def error(self) -> DisaggKVError | None:
-        """Why it failed."""
-        return None if self._rang else self._error
-
-    def listen(self) -> None:
-        """Engine's thread: look whether bells say that all rows have landed."""
-        watch = self._watch
-        if watch is not None and not self._rang and watch.complete():
-            self._rang = self._report.bells = True
-            report = self._report
-            report.segments, report.nbytes = watch.placed
-            report.ended = self._commands.rang(self._key, self)
-
-    def watch(self, bells: BellWatch | None) -> None:
-        """Endpoint's thread: which bells the engine may look at."""
-        self._watch = bells
-
-    def break_down(self, error: DisaggKVError) -> bool:
-        """See :class:`RoomHandle`. A room whose bells the engine has seen is done."""
-        if self._watch is not None and not self._watch.hold():
-            self._rang = True
-            self._state = (Phase.DONE, self._state[1])
-        return super().break_down(error)
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """See :meth:`~disagg_kv.endpoints.api.Reception.expect`."""

@@ -6,14 +6,13 @@ from attrs import define, field
 
 from ...core import ReceiveRoom, Receiving, RoomKey
 from ...core.room.machine import ours
-from ...core.wire.frames import WireBells
+from ...core.wire.frames import WireFlags
 from ...ids import Rank, room_name
 from ...memory import Event
 from ...planning import InstancePlans, PairPlan, Segment
 from ...rendezvous import Source
 from ...strategies import TransferPlanner
 from ..peers.handshake import RemoteEndpoint
-from .bells import BellWatch
 from .handle import CheckedExpectation, ReceptionHandle
 
 
@@ -23,8 +22,7 @@ class DecodeRoom:
 
     ``ready``: fires once its pages may be written. ``pairs``: what each prefill rank sends of what it awaits.
     ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
-    ``path``: how its rows come, once that is chosen. ``bells``: the slots of its writers, by rank. ``watch``: what the
-    engine sees of them.
+    ``path``: how its rows come, once that is chosen. ``flags``: those of its writers, by rank.
     """
 
     key: RoomKey
@@ -40,8 +38,7 @@ class DecodeRoom:
     queued: dict[Segment, float] = field(factory=dict)
     given_up: bool = False
     path: TransferPlanner | None = None
-    bells: tuple[WireBells, ...] = ()
-    watch: BellWatch | None = None
+    flags: tuple[WireFlags, ...] = ()
 
     def writable(self) -> bool:
         """Whether rows may be written into its pages; True once it has failed: nothing will be.

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from math import inf
 
 from ...core import (
     AskAgain,
     Cancel,
     CastVote,
-    Concluded,
     Decided,
     Effect,
     Free,
     Gone,
-    Hello,
     Introduced,
     Leased,
     Lost,
@@ -55,12 +52,11 @@ from ..peers.handshake import RemoteEndpoint
 from ..peers.peer_registry import HeldMemory
 from ..peers.used_peers import UsedPeers
 from ..spans import room_span
-from .ballots import Ballots, OwnWords
-from .bells import BellWatch
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
 from .ended import answer_ended
 from .expecting import PendingExpectations
+from .flags import RoomFlags
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
 from .path_choice import PathChooser
@@ -68,7 +64,6 @@ from .quarantine import check_quarantine
 from .rate_limit import RateLimiter
 from .receipts import Receipts
 from .room import DecodeRoom
-from .room_bells import RoomBells
 from .scatter import ScatterQueue
 
 log = logging.getLogger("disagg_kv")
@@ -91,8 +86,7 @@ class DecodeSide:
         changes: ChangeQueue[ReceptionHandle],
         verify: Verify,
         pace: RateLimiter | None,
-        board: Buffer | None,
-        words: OwnWords,
+        flags: Buffer | None,
     ) -> None:
         self._loop = loop
         self._pool = pool
@@ -115,7 +109,7 @@ class DecodeSide:
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
         self._used = UsedPeers(loop.peers)
-        self.bells = RoomBells(board, Ballots(loop, words), loop.me.life.process.host, pool)
+        self.flags = RoomFlags(flags, loop.me.epoch, loop.me.life.process.host)
         self._lively_at = 0.0
         self._suspended: dict[Epoch, None] = {}
         self.quarantined = 0
@@ -194,7 +188,7 @@ class DecodeSide:
         for epoch in writers:
             self._used.use(epoch, room.key, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
-        self._handle(room, Introduced(writers, intake, pace, self.bells.issue(room)))
+        self._handle(room, Introduced(writers, intake, pace, self.flags.issue(room)))
         if room.wanted is not None:
             self._expectations.add(room)
             self._ask()
@@ -229,7 +223,7 @@ class DecodeSide:
     def on_parted(self, epoch: Epoch) -> None:
         """Nothing is kept of a rank that is not there."""
         self._forget(epoch)
-        self.bells.parted(epoch)
+        self.flags.page.parted(epoch)
 
     def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
@@ -242,7 +236,7 @@ class DecodeSide:
         """Evidence: it writes nothing more."""
         for room in self._with(epoch):
             self._handle(room, Gone(epoch))
-        self.bells.gone(epoch)
+        self.flags.page.gone(epoch)
 
     def _with(self, epoch: Epoch) -> list[DecodeRoom]:
         return [r for r in self._rooms.values() if epoch in r.machine.writers]
@@ -269,7 +263,7 @@ class DecodeSide:
             self._loop.observer.count("frames.not_a_writer")
 
     def _learn(self, epoch: Epoch, frame: RoomFrame) -> None:
-        """What later rooms ask a prefill rank for; its own room may have ended by bells already."""
+        """What later rooms ask a prefill rank for; its own room may have ended already."""
         if isinstance(frame, Done) and frame.pace is not None:
             self._paces[epoch] = frame.pace
         elif isinstance(frame, Expected) and frame.unmapped is not None:
@@ -280,21 +274,6 @@ class DecodeSide:
         room = self._rooms.get(key)
         if room is not None:
             self._handle(room, decided)
-
-    def on_sibling(self, epoch: Epoch, hello: Hello | None) -> None:
-        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        if hello is not None:
-            self.bells.ballots.joined(hello)
-        else:
-            self.bells.ballots.left(epoch)
-
-    def no_bells(self, epoch: Epoch) -> str:
-        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        return self.bells.ballots.no_bells(epoch)
-
-    def deciding(self, name: RoomId | None) -> AbstractContextManager[None]:
-        """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        return self.bells.deciding(name, lambda room: self._handle(room, Tick()))
 
     def on_ticket(self, event: WriteEnded | Settled) -> None:
         """Decode posts nothing."""
@@ -318,35 +297,10 @@ class DecodeSide:
                     self._cast(*self._votes.popleft())
                     continue
                 room, event = self._events.popleft()
-                if room.watch is not None:
-                    self._hear(room, room.watch)
                 if room.machine.state is not Receiving.CLOSED:
                     self._apply(room, room.machine.handle(event, self._loop.now))
-                self.bells.follow(room)
         finally:
             self._handling = False
-
-    def changed(self, handle: ReceptionHandle) -> None:
-        """Any thread: the engine has seen the end of a room, which ``poll`` shall list."""
-        self._changes.add(handle)
-
-    def rang(self, key: RoomKey) -> None:
-        """The engine has seen that all rows of a room have landed."""
-        room = self._rooms.get(key)
-        if room is not None:
-            self._handle(room, Tick())
-
-    def _hear(self, room: DecodeRoom, watch: BellWatch) -> None:
-        """Follow the engine: what it has concluded from bells comes before any event that is handled now.
-
-        The engine's thread has stored the aux data, and its engine may have taken them.
-        """
-        ended = not watch.hold()
-        if watch.taken and room.machine.state is Receiving.MOVING:
-            self._apply(room, room.machine.handle(Concluded(*watch.placed), self._loop.now))
-        if ended:
-            self._loop.agree(self._loop.agreement.succeed(room.key, self._loop.now))
-            self._apply(room, room.machine.handle(Decided(True, ""), self._loop.now))
 
     def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
         moved = freed = False
@@ -430,6 +384,8 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Finish scatters, start those that are due, and prepare one that follows."""
+        for landed in self.flags.look():
+            self.on_frame(landed)
         if self._receipts.waiting:
             self._receipts.flush()
         if self._expectations:
@@ -474,7 +430,7 @@ class DecodeSide:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
             self._used.forget(room.key)
-            self.bells.ended(room)
+            self.flags.ended(room)
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
@@ -540,7 +496,7 @@ class DecodeSide:
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._queue.check_integrity()
-        self.bells.check_integrity(self._rooms.values())
+        self.flags.check_integrity(self._rooms.values())
         self._cancelled.check_integrity()
         for room in self._rooms.values():
             if room.machine.now >= since:

@@ -9,7 +9,7 @@ from weakref import ref
 from ... import arguments
 from ...channels import Channel
 from ...channels.reach import leaves_host, reached_at
-from ...core import MAX_AUX, Options
+from ...core import MAX_AUX, Alone, Elected, Options
 from ...errors import ConfigurationError, OversizeError
 from ...geometry import Shard, Site
 from ...ids import Rank, RegionId, Role
@@ -109,6 +109,7 @@ class Parts:
         instance: str,
         rank: int,
         shards: Sequence[Shard] | None,
+        verdict: type[Elected] | type[Alone],
         options: Options | None,
         kernels: Kernels | None,
         observer: Observer | None,
@@ -127,6 +128,9 @@ class Parts:
         self.rank = Rank(arguments.count(rank, "rank"))
         self.shards = (pool.site.shard,) if shards is None else arguments.several(shards, "shards", Shard)
         check_instance(self.shards, self.rank, pool.site)
+        if verdict not in (Elected, Alone):
+            raise arguments.wrong("verdict", verdict, "Elected or Alone is needed")
+        self.verdict = verdict
         self.options = Options() if options is None else arguments.one(options, "options", Options)
         self.observer: Observer = Silent() if observer is None else observer
         environment = Environment() if environment is None else environment
@@ -158,5 +162,6 @@ class Parts:
             tuple(regions),
             self.transport,
             paths,
+            verdict=self.verdict,
             device=self.pool.buffers[0].device,
         )

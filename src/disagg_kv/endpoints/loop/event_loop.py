@@ -14,7 +14,6 @@ from math import inf
 
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected
 from ...core import (
-    Agreement,
     AnyFrame,
     Codec,
     Forget,
@@ -33,6 +32,7 @@ from ...core import (
     Unlink,
     Unreachable,
     Up,
+    Verdict,
 )
 from ...core.wire.frames import Decision, Expect, Refused, RoomFrame, Superseded, Vote
 from ...errors import (
@@ -42,7 +42,7 @@ from ...errors import (
     TransportError,
     text_of,
 )
-from ...ids import Epoch, Peer, RoomId
+from ...ids import Epoch, Peer
 from ...memory import Event
 from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent, wants_layers
@@ -105,7 +105,7 @@ class EventLoop:
         self._prompt = channel.eager
         links = links_of(channel, me.transport, options)
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options, links)
-        self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options, me.instance)
+        self.verdict: Verdict = me.verdict(me.rank, len(me.shards), me.epoch, options, me.instance)
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
         self.sleep = sleep
@@ -119,9 +119,7 @@ class EventLoop:
         helpers = background(f"{name} links", LINKS)
         ready = partial(open_decode, me) if me.role == "prefill" else None
         self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, ready)
-        self.peer_registry = PeerRegistry(
-            self.peers, self.connections, self.connections.lane, self._no_bells, options, clock
-        )
+        self.peer_registry = PeerRegistry(self.peers, self.connections, self.connections.lane, options, clock)
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
         self._commands: deque[Callable[[], None]] = deque()
@@ -166,7 +164,7 @@ class EventLoop:
             self.peers,
             self.remotes,
             self.peer_registry,
-            self.agreement,
+            self.verdict,
             self.succession,
         )
 
@@ -276,7 +274,7 @@ class EventLoop:
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
         self.failures.handle_deferred()
-        for tick in (self._tick_peers, self._tick_agreement, self.siblings.tick, self.side.tick):
+        for tick in (self._tick_peers, self._tick_verdict, self.siblings.tick, self.side.tick):
             self._guard(tick)
         busy = bool(self._guard(self.side.work))
         return busy or bool(self._later)
@@ -305,7 +303,7 @@ class EventLoop:
 
     def next_at(self) -> float | None:
         """When a step is due although nothing comes in."""
-        times = self.peers.next_at(), self.agreement.next_at(), self.side.next_at(), self.siblings.look_at
+        times = self.peers.next_at(), self.verdict.next_at(), self.side.next_at(), self.siblings.look_at
         return min((t for t in times if t is not None), default=None)
 
     def _wait(self, timeout_s: float) -> float:
@@ -324,8 +322,8 @@ class EventLoop:
         if effects := self.peers.tick(self.now):
             self._peer_effects(effects)
 
-    def _tick_agreement(self) -> None:
-        if effects := self.agreement.tick(self.now):
+    def _tick_verdict(self) -> None:
+        if effects := self.verdict.tick(self.now):
             self.agree(effects)
 
     def look_up(self, source: Source) -> None:
@@ -382,11 +380,8 @@ class EventLoop:
             self._peer_effects(effects)
         if not good:
             self.observer.count("frames.stale")
-        elif isinstance(frame, Vote):
-            with self.side.deciding(RoomId(frame.room)):
-                self.agree(self.agreement.on_vote(frame, self.now))
-        elif isinstance(frame, Decision):
-            self.agree(self.agreement.on_decision(frame, self.now))
+        elif isinstance(frame, Vote | Decision):
+            self.agree(self.verdict.on_frame(frame, self.now))
         elif isinstance(frame, Superseded):
             self.siblings.on_superseded(frame)
         elif isinstance(frame, RoomFrame):
@@ -528,10 +523,6 @@ class EventLoop:
         self._process_monitor.forget(epoch)
         self.connections.drop(epoch)
 
-    def _no_bells(self, epoch: Epoch) -> str:
-        """See :class:`PeerInfo`. From any thread."""
-        return self.side.no_bells(epoch) if epoch in self.siblings else self.connections.no_bells(epoch)
-
     # What goes out.
 
     def send(self, send: Send) -> None:
@@ -565,7 +556,7 @@ class EventLoop:
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
         """Vote on the outcome of a room of this rank."""
-        self.agree(self.agreement.vote(key, ok, reason, self.now))
+        self.agree(self.verdict.vote(key, ok, reason, self.now))
 
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
         """Act on the effects of the agreement; frames first, since other ranks wait for them."""

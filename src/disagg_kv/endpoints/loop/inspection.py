@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sized
 
 from attrs import frozen
 
-from ...core import Agreement, PeerTable
+from ...core import PeerTable, Verdict
 from ...ids import Epoch
 from ..peers.handshake import RemoteEndpoint
 from ..peers.peer_registry import PeerRegistry
@@ -28,7 +28,7 @@ class LoopInspection:
         peers: the lives that are known, also those that are lost.
         remotes: the endpoints of the other side to which rooms may be bound.
         registry: the memory that waits for evidence about each peer.
-        agreement: of the ranks of this instance on how each room ends.
+        verdict: of the ranks of this instance on how each room ends.
         succession: who has this rank's place.
     """
 
@@ -37,7 +37,7 @@ class LoopInspection:
     peers: PeerTable
     remotes: Mapping[Epoch, RemoteEndpoint]
     registry: PeerRegistry
-    agreement: Agreement
+    verdict: Verdict
     succession: Succession
 
     @property

@@ -75,7 +75,6 @@ class Siblings:
         if epoch not in self._ranks:
             self._loop.peers.use(epoch, self._loop.now)  # its votes may be awaited at any time
         self._ranks[epoch] = Rank(hello.rank)
-        self._loop.side.on_sibling(epoch, hello)
         self._join(Rank(hello.rank))
 
     def lost(self, epoch: Epoch) -> None:
@@ -84,9 +83,7 @@ class Siblings:
         rank = self._ranks.pop(epoch)
         self._loop.peers.release(epoch)
         self._succession.lost(epoch)
-        with self._loop.side.deciding(None):
-            self._loop.agree(self._loop.agreement.lost(epoch, self._loop.now))
-        self._loop.side.on_sibling(epoch, None)
+        self._loop.agree(self._loop.verdict.lost(epoch, self._loop.now))
         self._join(rank)
 
     def beat(self, epoch: Epoch) -> None:
@@ -135,9 +132,8 @@ class Siblings:
                 loop.side.integrity_failure(error, unmet=len(loop.me.shards) == 1)
         elif lives:
             youngest, *elders = self._succession.counts(lives)
-            with loop.side.deciding(None):
-                loop.agree(loop.agreement.joined(Epoch(youngest.src), rank, loop.now))
+            loop.agree(loop.verdict.joined(Epoch(youngest.src), rank, loop.now))
             for elder in elders:
-                loop.agreement.followed(Epoch(elder.src), rank)
+                loop.verdict.followed(Epoch(elder.src), rank)
         for life in lives:
             self.beat(Epoch(life.src))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Protocol
 
-from ...core import Decided, Hello, Lost, RoomFrame, RoomKey
+from ...core import Decided, Lost, RoomFrame, RoomKey
 from ...errors import DisaggKVError
-from ...ids import Epoch, RoomId
+from ...ids import Epoch
 from ...transports import Settled, WriteEnded
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
@@ -57,18 +56,6 @@ class Side(Protocol):
         """The ranks of our instance agree."""
         ...
 
-    def on_sibling(self, epoch: Epoch, hello: Hello | None) -> None:
-        """Another rank of our instance is there, or (None) lost."""
-        ...
-
-    def no_bells(self, epoch: Epoch) -> str:
-        """Why another rank of our instance cannot agree by words with this one; empty: it can, or need not."""
-        ...
-
-    def deciding(self, name: RoomId | None) -> AbstractContextManager[None]:
-        """Inside, votes against a room (None: any room) may be counted: first comes what engines have concluded."""
-        ...
-
     def work(self) -> bool:
         """Start and finish copies; True while something is in flight that only polling finishes."""
         ...
@@ -101,18 +88,3 @@ class Side(Protocol):
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """No open room can be trusted; ``unmet``: those alone fail that no peer of the other side has met."""
         ...
-
-
-class SideWithoutWords:
-    """The part of a :class:`Side` whose ranks agree by frames alone."""
-
-    def on_sibling(self, epoch: Epoch, hello: Hello | None) -> None:
-        """See :meth:`Side.on_sibling`."""
-
-    def no_bells(self, epoch: Epoch) -> str:
-        """See :meth:`Side.no_bells`."""
-        return ""
-
-    def deciding(self, name: RoomId | None) -> AbstractContextManager[None]:
-        """See :meth:`Side.deciding`."""
-        return nullcontext()

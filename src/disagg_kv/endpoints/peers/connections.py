@@ -328,11 +328,6 @@ class Connections:
         lane = self.lane(epoch)
         return self._transport.caps.drain_s if lane is None else lane.caps.drain_s
 
-    def no_bells(self, epoch: Epoch) -> str:
-        """Why a linked peer's board of bells is not open; empty: it is, or the peer is not linked. From any thread."""
-        link = self._links.get(epoch)
-        return link.mapping.silent if link is not None and link.linked else ""
-
     def epoch(self, peer: Peer) -> Epoch | None:
         """Which epoch the transport speaks of."""
         link = self._owners.get(peer)

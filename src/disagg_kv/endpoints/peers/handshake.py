@@ -9,7 +9,7 @@ from itertools import zip_longest
 from attrs import frozen
 
 from ...channels import key_of
-from ...core import VERSION, AnyFrame, Hello, PeerTable
+from ...core import VERSION, Alone, AnyFrame, Elected, Hello, PeerTable
 from ...core.wire.frames import Refused, WireHolding
 from ...core.wire.specs import (
     shard_to_wire,
@@ -63,8 +63,8 @@ class EndpointInfo:
         site: its pool.
         regions: its pool's registered buffers.
         paths: what it can use.
-        bells: decode: where its board of bells is; empty: it has none.
-        words: decode: where its words for other ranks of its instance are; empty: it has none.
+        verdict: who says how its rooms ended.
+        flags: decode: where its flag page is; empty: it has none.
         slot_bytes: prefill: bytes of a staging slot.
         queues: prefill: its kernels queue copies on a device, and keep no thread meanwhile.
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
@@ -83,8 +83,8 @@ class EndpointInfo:
     regions: tuple[RegionId, ...]
     transport: Transport
     paths: tuple[TransferPlanner, ...]
-    bells: bytes = b""
-    words: bytes = b""
+    verdict: type[Elected] | type[Alone] = Elected
+    flags: bytes = b""
     slot_bytes: int = 0
     queues: bool = False
     ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
@@ -125,8 +125,8 @@ class EndpointInfo:
                 descriptor=descriptor,
                 paths=tuple((p.name, p.version) for p in self.paths),
                 conversions=self.conversions,
-                bells=self.bells,
-                words=self.words,
+                verdict=self.verdict.name,
+                flags=self.flags,
                 slot_bytes=self.slot_bytes,
                 queues=self.queues,
                 ring_region=self.ring_region,
@@ -195,6 +195,8 @@ class EndpointInfo:
             raise IncompatiblePeerError("role", f"{self.role} of {self.instance}", f"{hello.role} of {hello.instance}")
         if tuple(shards) != self.shards:
             raise IncompatiblePeerError("shards", f"{len(self.shards)} of our instance", f"{len(shards)} others")
+        if hello.verdict != self.verdict.name:
+            raise IncompatiblePeerError("verdict", self.verdict.name, hello.verdict)
 
 
 def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:

@@ -10,7 +10,6 @@ from attrs import field, frozen
 
 from ...ids import Epoch
 from ...transports.process import Ending, Process
-from .shared_words import HostWords, SharedWords
 
 
 def new_epoch() -> Epoch:
@@ -33,11 +32,9 @@ class Incarnation:
         watch: how the process of a peer is watched; raises PeerLostError if it has ended, and TransportError if it
             cannot be seen from here, or (``retryable``) cannot be watched now.
         born: when it began, in nanoseconds since the boot of ``process.host``: of two lives there the later one counts.
-        words: how it shares words with other ranks of its instance on this host.
     """
 
     epoch: Epoch = field(factory=new_epoch)
     process: Process = field(factory=Process.own)
     watch: Callable[[Process], Ending] = Process.watch
     born: int = field(factory=boot_ns)
-    words: SharedWords = field(factory=HostWords)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -10,20 +11,22 @@ from attrs import frozen
 
 from ...core import Hello
 from ...errors import ConfigurationError, DisaggKVError, text_of
-from ...ids import Peer, RegionId
+from ...ids import Epoch, Peer, RegionId, peer_name
 from ...memory import Buffer, MappedPool
 from ...strategies import AUTO, TransferPlanner, maps_pages
-from ...transports import Bells, SupportsBells, SupportsMapping, Transport
-from ...transports.bells import FINAL_SLOTS, SLOT_WORDS, WORD
+from ...transports import Flags, SupportsFlags, SupportsMapping, Transport
+from ...transports.flags import SLOT_WORDS, WORD
 from .handshake import EndpointInfo, RemoteEndpoint
 
+log = logging.getLogger("disagg_kv")
+
 BLOCK = 32
-"""Segments that one writer may announce for one room, each in a slot; of more segments, frames alone tell."""
+"""Segments of one room for which one writer may raise flags, each in a slot; of more segments, frames alone tell."""
 
-BLOCK_SLOTS = BLOCK + FINAL_SLOTS
-"""Slots that one writer gets for one room: those of segments, then those of its final record."""
+BLOCK_BYTES = BLOCK * SLOT_WORDS * WORD
 
-BLOCK_BYTES = BLOCK_SLOTS * SLOT_WORDS * WORD
+BLOCKS = 512
+"""Pairs of a room and a writer that have flags at a time; for more, frames alone tell."""
 
 
 @frozen(eq=False)
@@ -33,17 +36,15 @@ class Mapping:
     Args:
         pool: as it is mapped here; None: it is not.
         refused: why not.
-        bells: its board of bells, as it is open here; None: it is not.
-        silent: why not.
+        flags: its flag page, as it is open here; None: it is not, and frames alone announce segments.
     """
 
     pool: MappedPool | None = None
     refused: str = ""
-    bells: Bells | None = None
-    silent: str = ""
+    flags: Flags | None = None
 
 
-UNMAPPED = Mapping(refused="no path of this endpoint maps memory", silent="no path of this endpoint exposes pages")
+UNMAPPED = Mapping(refused="no path of this endpoint maps memory")
 
 
 def open_decode(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
@@ -65,31 +66,27 @@ def open_peer(
     maps: bool,
     prepare: Callable[[MappedPool], None],
 ) -> Mapping:
-    """What of a connected peer's memory this process opens: its pool, if a path ``maps`` it, and its board of bells."""
+    """What of a connected peer's memory this process opens: its pool, if a path ``maps`` it, and its flag page."""
     pool = map_pool(transport, peer, remote, device, prepare) if maps else UNMAPPED
-    bells, silent = open_bells(transport, peer, remote.hello.bells)
-    return attrs.evolve(pool, bells=bells, silent=silent)
+    return attrs.evolve(pool, flags=open_flags(transport, peer, remote.hello.flags))
 
 
-def open_bells(transport: Transport, peer: Peer, board: bytes) -> tuple[Bells | None, str]:
-    """The board of a connected peer; None: frames alone announce segments, and why. On any thread, as ``connect``."""
-    if not board:
-        return None, "decode has no board of bells"
-    if not isinstance(transport, SupportsBells):
-        return None, f"transport {transport.name!r} has no bells"
+def open_flags(transport: Transport, peer: Peer, page: bytes) -> Flags | None:
+    """The flag page of a connected peer; None: it is not open here. On any thread, as ``connect``."""
+    if not page or not isinstance(transport, SupportsFlags):
+        return None
     try:
-        return transport.open_bells(peer, board), ""
-    except DisaggKVError as exc:
-        return None, text_of(exc)
+        return transport.open_flags(peer, page)
     except Exception as exc:
-        return None, f"transport {transport.name!r} raised: {text_of(exc)}"
+        log.warning("peer %s: frames alone announce segments: %s", peer_name(Epoch(peer)), text_of(exc))
+        return None
 
 
-def new_board(transport: Transport, blocks: int, usable: Iterable[TransferPlanner]) -> tuple[Buffer | None, bytes]:
-    """Decode's board of bells, if peers write straight to pages through a transport that has bells, and its place."""
-    if not blocks or not isinstance(transport, SupportsBells) or not any(p.exposes_pages for p in usable):
+def new_flag_page(transport: Transport, usable: Iterable[TransferPlanner]) -> tuple[Buffer | None, bytes]:
+    """Decode's flag page, if peers write straight to pages through a transport that has flags, and its place."""
+    if not isinstance(transport, SupportsFlags) or not any(map(maps_pages, usable)):
         return None, b""
-    return transport.bell_board(blocks * BLOCK_BYTES)
+    return transport.flag_page(BLOCKS * BLOCK_BYTES)
 
 
 def map_pool(

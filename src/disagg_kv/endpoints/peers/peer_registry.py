@@ -51,7 +51,6 @@ class PeerRegistry:
         table: the endpoint's peer table.
         linked: the lives that the transport is connected to.
         lane: what carries writes to one of them.
-        no_bells: why a linked life's board of bells is not open.
         options: when a peer counts as silent.
         clock: time.
     """
@@ -61,14 +60,12 @@ class PeerRegistry:
         table: PeerTable,
         linked: Container[Epoch],
         lane: Callable[[Epoch], Lane | None],
-        no_bells: Callable[[Epoch], str],
         options: Options,
         clock: Callable[[], float],
     ) -> None:
         self._table = table
         self._linked = linked
         self._lane = lane
-        self._no_bells = no_bells
         self._silent_s = options.missed * options.heartbeat_s
         self._clock = clock
         self._present: dict[Epoch, KnownPeer] = {}
@@ -154,7 +151,6 @@ class PeerRegistry:
             tuple(of.rooms),
             "" if lane is None else lane.name,
             "" if lane is None else lane.reason,
-            self._no_bells(epoch) if hello.role == "decode" else "",
         )
 
     def name(self, epoch: Epoch) -> str:

@@ -10,8 +10,8 @@ is quiet once its event has happened.
 Such a copy may outlive its endpoint. What it reads and writes stays mapped until its event has happened, or the process
 ends.
 
-A launch carries the bells of its segments. Where the device rings them behind the copy, decode's engine knows that the
-bytes are there before a thread of ours does. What rings stays mapped as the pages do.
+A launch carries the flags of its segments. Where the device raises them behind the copy, decode knows that the bytes
+are there before a thread of ours does. What raises them stays mapped as the pages do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PageCopies:
         _RUNNING[one] = None
         error: Exception | None = None
         try:
-            one.event = self._kernels.copy(moves, after, [post.bell for post in posts if post.bell is not None])
+            one.event = self._kernels.copy(moves, after, [post.flag for post in posts if post.flag is not None])
         except Exception as exc:
             error = exc
         took = self._clock() - started

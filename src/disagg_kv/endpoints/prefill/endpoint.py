@@ -9,7 +9,7 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...core import Options, Verify, check_verify
+from ...core import Alone, Elected, Options, Verify, check_verify
 from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
@@ -60,6 +60,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         slots: number of staging slots.
         verify: which segments decode compares with checksums of this rank, ``"off"``, ``"sampled"`` or ``"full"``.
             Decode's own setting counts too.
+        verdict: :class:`~disagg_kv.core.Elected`: a room ends alike on all ranks of the instance, which vote.
+            :class:`~disagg_kv.core.Alone`: each rank's outcome is its own, and the engine reduces over ranks. All ranks
+            of the instance take the same.
         options: times and bounds.
         kernels: gather and checksum kernels; None: the fastest for the pool's device. They are compiled now.
         observer: receives spans and counters.
@@ -88,13 +91,25 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         slot_bytes: int | None = None,
         slots: int = 8,
         verify: Verify = "off",
+        verdict: type[Elected] | type[Alone] = Elected,
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
         environment: Environment | None = None,
     ) -> None:
         parts = Parts(
-            pool, transport, channel, rendezvous, instance, rank, shards, options, kernels, observer, environment
+            pool,
+            transport,
+            channel,
+            rendezvous,
+            instance,
+            rank,
+            shards,
+            verdict,
+            options,
+            kernels,
+            observer,
+            environment,
         )
         with parts:
             if schedule is not None:

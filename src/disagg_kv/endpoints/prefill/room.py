@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from ...core import Ring, RingFinal, RoomKey, SendRoom, Transfer
+from ...core import RoomKey, SendRoom, Transfer
 from ...ids import Epoch
-from ...memory import Bell
-from ...planning import Groups, Segment
+from ...memory import Flag
+from ...planning import Groups
 from ...trace import Span
-from ...transports.bells import AUX_BYTES, Record
 from ..handle import HostEvent
 from ..loop.event_loop import EventLoop
 from .handle import DeliveryHandle, LayerGroups
@@ -42,33 +41,19 @@ class PrefillRoom:
         if machine.released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 
-    def ring(self, effect: Ring | RingFinal) -> bool:
-        """Ring a bell, whose frame follows; False: it cannot be rung, and only the bell is lost.
+    def arm_flag(self, transfer: Transfer, device: str) -> Flag | None:
+        """The flag of a transfer, for kernels of a device to raise behind its bytes; None: frames alone announce it.
 
-        Decode may have described its board wrongly, and a board may be foreign code: whatever it raises is the same.
-        There is no bell for aux data that do not fit behind it.
+        Decode may have described its page wrongly, and the page may be foreign code: only the flag is lost.
         """
-        bells = self.routes[effect.to].bells
-        assert bells is not None
-        try:
-            if isinstance(effect, Ring):
-                bells.ring(effect.slot, effect.value, _record(effect.segment))
-            elif len(effect.aux or b"") <= AUX_BYTES:
-                bells.ring_final(effect.slot, effect.value, (effect.stop, effect.aux))
-        except Exception:
-            return False
-        return True
-
-    def arm_bell(self, transfer: Transfer, device: str) -> Bell | None:
-        """The bell of a transfer, for kernels of a device to ring behind its bytes; None: :meth:`ring` alone does."""
-        effect = self.machine.flows[transfer.to].bell(transfer.segment)
-        bells = self.routes[transfer.to].bells
-        if effect is None or bells is None:
+        where = self.machine.flows[transfer.to].flag(transfer.segment)
+        flags, one = self.routes[transfer.to].flags, transfer.segment
+        if where is None or flags is None:
             return None
         try:
-            return bells.arm(effect.slot, effect.value, _record(effect.segment), device)
+            return flags.arm(*where, (one.start, one.stop, one.first, one.last, int(one.state)), device)
         except Exception:
-            return None  # it is counted when it is rung
+            return None
 
     def grouped(self, loop: EventLoop, run: range, groups: Groups) -> None:
         """Report how the layers of a chunk are cut, and why."""
@@ -77,7 +62,3 @@ class PrefillRoom:
         labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
         loop.observer.count("groups", groups.count)
         loop.observer.span(Span("groups", self.key.room, now, now, labels=labels))
-
-
-def _record(segment: Segment) -> Record:
-    return segment.start, segment.stop, segment.first, segment.last, int(segment.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from ...core import CastVote, Effect, Granted, Phase, Ring, RingFinal, RoomKey, RoomOutcome, Send, SendRoom, Transfer
+from ...core import CastVote, Effect, Granted, Phase, RoomKey, RoomOutcome, Send, SendRoom, Transfer
 from ...core.room.machine import ours
 from ...core.timers import Timers
 from ...core.wire.frames import words
@@ -196,9 +196,6 @@ class PrefillRooms:
             match effect:
                 case Send():
                     self._loop.send(effect)
-                case Ring() | RingFinal():
-                    if not room.ring(effect):
-                        self._loop.observer.count("bells.refused")
                 case CastVote():
                     votes.append(effect)
                 case Transfer():

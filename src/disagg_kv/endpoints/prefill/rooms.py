@@ -9,7 +9,7 @@ from ...core import Decided, Gone, Lost, Options, RoomFrame, RoomKey, RoomOutcom
 from ...core.base import tags_differ
 from ...core.room.flow import room_head
 from ...core.room.machine import ours
-from ...core.verdict.agreement import USED_TWICE
+from ...core.verdict.elected import USED_TWICE
 from ...core.wire.frames import Abort, Drained, Expect, Expected
 from ...core.wire.page_runs import check_tables
 from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
@@ -18,7 +18,6 @@ from ...memory import MemoryPool
 from ...transports import Settled, WriteEnded
 from ..handle import ChangeQueue
 from ..loop.event_loop import EventLoop
-from ..loop.side import SideWithoutWords
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
 from .handle import DeliveryHandle
@@ -30,7 +29,7 @@ from .throughput import ThroughputEstimator
 from .transfers import TransferQueue
 
 
-class PrefillSide(PrefillRooms, SideWithoutWords):
+class PrefillSide(PrefillRooms):
     """Everything here runs on the endpoint's thread."""
 
     def __init__(

@@ -35,7 +35,7 @@ from ...planning import (
     check_tables,
 )
 from ...strategies import PER_CHUNK, Job, Schedule, Selection, Tables, TransferPlanner, maps_pages, refusal
-from ...transports import Bells, Lane
+from ...transports import Flags, Lane
 from ..cached_prefix import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
@@ -65,7 +65,7 @@ class Route:
         start: the first row that it awaits.
         verify: how much it wants compared.
         mapped: its pool as it is mapped here, where the path copies into it.
-        bells: its board of bells, where the path exposes pages and the board is open here.
+        flags: its flag page, where the path exposes pages and the page is open here.
     """
 
     remote: RemoteEndpoint
@@ -80,7 +80,7 @@ class Route:
     start: int
     verify: Verify
     mapped: MappedPool | None = None
-    bells: Bells | None = None
+    flags: Flags | None = None
 
 
 class Router:
@@ -175,8 +175,8 @@ class Router:
         ring = RegionId(hello.ring_region)
         mapped = mapping.pool if maps_pages(path) else None
         known = pair, pair.source_view, intake, tables
-        bells = mapping.bells if path.exposes_pages else None
-        route = Route(remote, path, lane, pool, *known, ring, frame.start, frame.verify, mapped, bells)
+        flags = mapping.flags if path.exposes_pages else None
+        route = Route(remote, path, lane, pool, *known, ring, frame.start, frame.verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
         plan = FlowPlan(
@@ -188,7 +188,7 @@ class Router:
             limits,
             grouping,
             partial(self._measured, lane),
-            None if bells is None else frame.bells,
+            None if flags is None else frame.flags,
             lane.name,
         )
         return route, plan

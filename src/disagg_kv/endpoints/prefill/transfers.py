@@ -352,7 +352,7 @@ class TransferQueue:
                 self.writes.end(post)
                 continue
             if spec.summed is None:
-                post.bell = room.arm_bell(transfer, spec.route.mapped.buffers[0].device)
+                post.flag = room.arm_flag(transfer, spec.route.mapped.buffers[0].device)
             target = Pages(spec.route.mapped, spec.route.tables)
             begun.append(((post, PageMove(spec.plan, Pages(spec.route.pool, spec.tables), target)), spec.after))
         return begun

@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from ...core import Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ...errors import PeerLostError
 from ...ids import Epoch, Ticket, peer_name
-from ...memory import Bell, Event
+from ...memory import Event, Flag
 from ...planning import Writes
 from ...trace import Span
 from ...transports import Settled, WriteEnded
@@ -60,7 +60,7 @@ class Post:
     """What was posted for one transfer, as one: it ends when all its tickets have ended, or when it was copied.
 
     Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``. ``copying``: a
-    kernel may still read and write. ``bell``: what the kernel's device rings behind it.
+    kernel may still read and write. ``flag``: what the kernel's device raises behind it.
     """
 
     room: PrefillRoom
@@ -72,7 +72,7 @@ class Post:
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
     copying: bool = False
-    bell: Bell | None = None
+    flag: Flag | None = None
     error: Exception | None = None
     sums: bytes | None = None
     summing: bool = False

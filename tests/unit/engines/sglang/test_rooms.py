@@ -17,7 +17,7 @@ from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
 from disagg_kv.errors import ConfigurationError, EndpointBrokenError, UnsupportedError
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import FiredEvent
 from tests.support.sglang_like import BOOTSTRAP, DIM, LAYERS, Decode, Prefill, settled
 
 from .conftest import Pair
@@ -247,10 +247,10 @@ def test_a_prompt_of_unknown_length_is_refused(pair: Pair) -> None:
 def test_rows_wait_for_decodes_forward_pass(pair: Pair) -> None:
     """A pass in flight may still write to the pages of a request that has ended, which the next one gets."""
     p, d = pair()
-    passes: list[Flag] = []
+    passes: list[FiredEvent] = []
 
-    def busy() -> Flag:
-        passes.append(Flag())
+    def busy() -> FiredEvent:
+        passes.append(FiredEvent())
         return passes[-1]
 
     d.busy = busy
@@ -346,15 +346,15 @@ def test_copies_that_do_not_end_are_logged(
 def test_rows_wait_for_sglangs_event(pair: Pair) -> None:
     """SGLang gives one where an earlier pass may still write; else the plug-in marks the stream."""
     p, d = pair()
-    marks: list[Flag] = []
+    marks: list[FiredEvent] = []
 
-    def mark() -> Flag:
-        marks.append(Flag())
+    def mark() -> FiredEvent:
+        marks.append(FiredEvent())
         return marks[-1]
 
     p.sides[0].mark = mark
     request = p.add(1, prompt(9))
-    early = Flag()
+    early = FiredEvent()
     request.rooms[0]._early_send_wait_event = early
     d.add(1, prompt(9))
     wait(lambda: settled(p, d, 1) or bool(p.inflight), lambda: "the chunk")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from disagg_kv.core import Agreement, Decided, Options, Outcome, RoomKey, Send
-from disagg_kv.core.verdict.agreement import USED_TWICE
+from disagg_kv.core import Decided, Elected, Options, Outcome, RoomKey, Send
+from disagg_kv.core.verdict.elected import USED_TWICE
 from disagg_kv.core.wire.frames import Decision, Vote
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 
@@ -19,15 +19,15 @@ def key(generation: int, room: RoomId = ROOM) -> RoomKey:
     return RoomKey(room, Generation(generation))
 
 
-def leader(world: int = 3, options: Options | None = None) -> Agreement:
-    one = Agreement(Rank(0), world, E[0], options or Options(), "P")
+def leader(world: int = 3, options: Options | None = None) -> Elected:
+    one = Elected(Rank(0), world, E[0], options or Options(), "P")
     for rank in range(1, world):
         assert one.joined(E[rank], Rank(rank), 0.0) == []
     return one
 
 
-def follower(met: bool = True, options: Options | None = None) -> Agreement:
-    one = Agreement(Rank(1), 3, E[1], options or Options(), "P")
+def follower(met: bool = True, options: Options | None = None) -> Elected:
+    one = Elected(Rank(1), 3, E[1], options or Options(), "P")
     if met:
         one.joined(E[0], Rank(0), 0.0)
     return one
@@ -56,7 +56,7 @@ def votes(effects: list[Send | Outcome] | list[Send]) -> list[tuple[int, bool | 
 
 
 def test_one_rank_alone_decides_at_once() -> None:
-    one = Agreement(Rank(0), 1, E[0], Options(), "P")
+    one = Elected(Rank(0), 1, E[0], Options(), "P")
     assert one.vote(key(1), None, "", 0.0) == []
     assert one.vote(key(1), True, "", 0.0) == [Outcome(key(1), Decided(True, ""))]
     assert one.vote(key(2), False, "why", 0.0) == [Outcome(key(2), Decided(False, "why"))]

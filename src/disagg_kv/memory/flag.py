@@ -1,4 +1,4 @@
-"""A bell that whatever copies rings itself: a word of host memory, stored behind the bytes that it stands for."""
+"""A flag that whatever copies raises itself: a word of host memory, stored behind the bytes that it stands for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .. import arguments
 
 
 @frozen
-class Bell:
-    """A word that another process reads; see :mod:`disagg_kv.transports.bells`.
+class Flag:
+    """A word that another process reads; see :mod:`disagg_kv.transports.flags`.
 
     Args:
         addr: its address, for the device of the memory that is copied.
@@ -27,15 +27,15 @@ class Bell:
 
     def __attrs_post_init__(self) -> None:
         for name in ("addr", "value"):
-            known = arguments.count(getattr(self, name), f"bell: {name}", least=1, most=(1 << 64) - 1)
+            known = arguments.count(getattr(self, name), f"flag: {name}", least=1, most=(1 << 64) - 1)
             object.__setattr__(self, name, known)
 
 
-def ring(bells: Iterable[Bell]) -> None:
+def raise_flags(flags: Iterable[Flag]) -> None:
     """Store words of host memory. All that this thread stored before is visible with each of them."""
-    for bell in bells:
+    for flag in flags:
         fence()
-        ctypes.c_uint64.from_address(bell.addr).value = bell.value
+        ctypes.c_uint64.from_address(flag.addr).value = flag.value
 
 
 def fence() -> None:

@@ -1,40 +1,38 @@
-"""Bells that a device rings behind a copy: decode's engine knows before any endpoint has looked for the end."""
+"""Flags that a device raises behind a copy: decode knows before any thread of prefill has looked for the end."""
 
 from __future__ import annotations
 
 import itertools
 
-from attrs import define, evolve
+from attrs import define
 
-from disagg_kv.core import Options, Phase
+from disagg_kv.core import Phase
 from disagg_kv.errors import TransportError
 from disagg_kv.strategies import LayerPipelined
-from disagg_kv.transports.bells import HostBells, words_of
-from tests.support.device_copies import SPEC, Copy, DeviceKernels, Pass, awaited, driven
-from tests.support.rig import Rig, tp_shards
-from tests.support.rig_parts import Flag
-
-BELLS = Options(bells=512)
+from disagg_kv.transports.flags import HostFlags, words_of
+from tests.support.device_copies import Copy, Pass, driven
+from tests.support.rig_parts import FiredEvent
 
 
-def belled(schedule: LayerPipelined | None = None) -> Pass:
-    """A room with bells that decode awaits and prefill has open; decode knows that prefill has it."""
-    found = driven(schedule, options=BELLS)
+def flagged(schedule: LayerPipelined | None = None) -> Pass:
+    """A room with flags that decode awaits and prefill has open; decode knows that prefill has it."""
+    found = driven(schedule)
     found.rig.wait(0.3)
     return found
 
 
 def seen(found: Pass) -> Phase:
-    """What decode's engine sees."""
+    """What decode's engine sees after a poll."""
+    found.request.decodes[0].endpoint.poll()
     return found.request.receives[0].phase
 
 
-def board(found: Pass) -> list[int]:
+def page(found: Pass) -> list[int]:
     """Decode's words."""
     (room,) = found.request.prefills[0].endpoint.inspect().rooms.values()
-    bells = next(iter(room.routes.values())).bells
-    assert isinstance(bells, HostBells)
-    return words_of(bells.buffer).tolist()
+    flags = next(iter(room.routes.values())).flags
+    assert isinstance(flags, HostFlags)
+    return words_of(flags.buffer).tolist()
 
 
 def copies(found: Pass) -> list[Copy]:
@@ -42,31 +40,31 @@ def copies(found: Pass) -> list[Copy]:
     return found.kernels.queued
 
 
-def test_decode_s_engine_knows_although_no_endpoint_s_thread_has_run() -> None:
-    """All between the engine's ``close`` and decode's ``phase`` is the device's."""
-    found = belled().announce()
-    ready = Flag()
+def test_decode_knows_although_prefill_has_not_run_since_the_launch() -> None:
+    """All between the engine's ``close`` and decode's ``poll`` is the device's."""
+    found = flagged().announce()
+    ready = FiredEvent()
     found.step.close(ready)
     (copy,) = copies(found)
-    assert [(bell.value, len(copy.bells)) for bell in copy.bells] == [(1, 1)]
+    assert [(flag.value, len(copy.flags)) for flag in copy.flags] == [(1, 1)]
     assert seen(found) is Phase.MOVING
     ready.fired = True
     copy.run()
     assert seen(found) is Phase.DONE
     found.request.wanted(0, 9)
     found.rig.check()
-    assert found.request.receives[0].report.bells
+    assert found.request.receives[0].released
     found.request.finish().landed()
     assert [handle.error for handle in found.request.handles] == [None, None]
     found.rig.quiet()
 
 
-def test_each_launch_rings_for_its_own_layers_and_all_are_needed() -> None:
+def test_each_launch_raises_the_flag_of_its_own_layers_and_all_are_needed() -> None:
     """In any order of their ends."""
-    found = belled(LayerPipelined(fixed=1)).announce()
+    found = flagged(LayerPipelined(fixed=1)).announce()
     found.step.close()
-    rung = {bell.addr for copy in copies(found) for bell in copy.bells}
-    assert len(rung) == 2
+    armed = {flag.addr for copy in copies(found) for flag in copy.flags}
+    assert len(armed) == 2
     for copy in copies(found)[::-1]:
         assert seen(found) is Phase.MOVING
         copy.run()
@@ -75,60 +73,28 @@ def test_each_launch_rings_for_its_own_layers_and_all_are_needed() -> None:
     found.rig.quiet()
 
 
-def test_both_writers_devices_ring() -> None:
-    """Each for its heads."""
-    rig, kernels = Rig(SPEC, options=BELLS), DeviceKernels()
-    prefills = rig.prefill(tp_shards(SPEC, 2), strategy="mapped", kernels=kernels)
-    decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped")
-    request = awaited(rig, prefills, decodes, "room")
-    rig.wait(0.3)
-    request.send(9)
-    rig.until(lambda: len(kernels.queued) == 2, "both copies")
-    for copy in kernels.queued:
-        assert request.receives[0].phase is Phase.MOVING
-        copy.run()
-    assert request.receives[0].phase is Phase.DONE
-    request.finish().landed()
-    rig.quiet()
-
-
-def test_kernels_that_ring_no_bells_leave_them_to_the_endpoint() -> None:
-    """It rings once it has seen the end of the copy."""
-    found = belled().announce()
-    found.step.close()
-    (copy,) = copies(found)
-    copy.bells = ()
-    copy.run()
-    assert seen(found) is Phase.MOVING
-    for _ in range(3):
-        found.request.prefills[0].endpoint.driver.step()
-    assert seen(found) is Phase.DONE
-    found.request.finish().landed()
-    found.rig.quiet()
-
-
-def test_pages_that_are_taken_away_ring_nothing() -> None:
-    """The rows given again ring in the same slot, and once."""
-    found = belled().announce()
+def test_pages_that_are_taken_away_raise_no_flag() -> None:
+    """The rows given again raise the flag of the same slot, once."""
+    found = flagged().announce()
     gone = found.request.sends[0].withdraw()
     found.step.close()
     assert gone.query()
-    assert not board(found)[0]
+    assert not page(found)[0]
     assert seen(found) is Phase.MOVING
     found.announce().step.close()
     (copy,) = copies(found)
-    assert [bell.value for bell in copy.bells] == [1]
+    assert [flag.value for flag in copy.flags] == [1]
     copy.run()
     assert seen(found) is Phase.DONE
     found.request.finish().landed()
     found.rig.quiet()
 
 
-def test_a_launch_that_fails_rings_nothing_and_its_second_try_does() -> None:
-    found = belled().announce()
+def test_a_launch_that_fails_raises_no_flag_and_its_second_try_does() -> None:
+    found = flagged().announce()
     found.kernels.refuses = [TransportError("not now", retryable=True)]
     found.step.close()
-    assert not board(found)[0]
+    assert not page(found)[0]
     assert seen(found) is Phase.MOVING
     found.rig.until(lambda: len(copies(found)) == 1, "the second try")
     copies(found)[0].run()
@@ -137,44 +103,15 @@ def test_a_launch_that_fails_rings_nothing_and_its_second_try_does() -> None:
     found.rig.quiet()
 
 
-def test_rows_that_are_compared_are_not_rung_by_the_device() -> None:
-    """Prefill compares on its own account: decode has no say in it, and its room has bells."""
-    rig, kernels = Rig(SPEC, options=BELLS), DeviceKernels()
-    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=kernels, verify="full")
-    request = awaited(rig, prefills, rig.decode(tp_shards(SPEC, 1), strategy="mapped"), "room")
-    request.send(9)
-    rig.until(lambda: bool(kernels.queued), "the copy")
-    assert kernels.queued[0].bells == []
-    kernels.queued[0].run()
-    request.finish().landed()
-    assert not request.receives[0].report.bells
-
-
-def test_what_rings_stays_mapped_until_the_copy_has_ended() -> None:
+def test_a_flag_stays_mapped_until_the_copy_has_ended() -> None:
     """Also where the endpoint has closed."""
-    found = belled().announce()
+    found = flagged().announce()
     found.step.close()
     (copy,) = copies(found)
     found.request.prefills[0].endpoint.close(0.0)
-    assert all(isinstance(bell.owner, HostBells) for bell in copy.bells)
+    assert all(isinstance(flag.owner, HostFlags) for flag in copy.flags)
     copy.run()
     assert seen(found) is Phase.DONE
-
-
-def test_a_slot_outside_the_board_costs_nothing_but_the_bell() -> None:
-    """Decode names it; the copy is launched, and the frame follows."""
-    found = belled()
-    (room,) = found.request.prefills[0].endpoint.inspect().rooms.values()
-    (flow,) = room.machine.flows.values()
-    assert flow.plan is not None
-    flow.plan = evolve(flow.plan, bells=(1 << 40, 32, 1))
-    found.announce().step.close()
-    (copy,) = copies(found)
-    assert copy.bells == []
-    copy.run()
-    found.request.finish().landed()
-    assert found.request.prefills[0].observer.counters["bells.refused"] == 2
-    found.rig.quiet()
 
 
 POINTS = ("before", "begin", "end", "after")
@@ -269,15 +206,15 @@ WORLDS = [
 ]
 
 
-def test_every_interleaving_of_launch_withdraw_and_abort_with_a_ring() -> None:
+def test_every_interleaving_of_launch_withdraw_and_abort_with_a_flag() -> None:
     """Decode's engine sees one outcome, and success only with the bytes."""
     assert len(WORLDS) == 5 * 3 * (8 + 1) * 2
-    found = belled()
+    found = flagged()
     done = 0
     for number, world in enumerate(WORLDS):
         found.kernels.queued = []
         World(found.announce(), *world).run()
-        done += found.request.receives[0].report.bells
+        done += seen(found) is Phase.DONE
         found = found.another(f"room {number}")
         found.rig.wait(0.3)
-    assert done > len(WORLDS) // 8, "bells took part in few of them"
+    assert done > len(WORLDS) // 8, "few of them succeed"

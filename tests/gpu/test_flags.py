@@ -1,6 +1,6 @@
-"""Bells that a GPU's stream rings: another process that hears one finds the bytes there.
+"""Flags that a GPU's stream raises: another process that sees one finds the bytes there.
 
-``DISAGG_KV_BELLS`` is the number of copies.
+``DISAGG_KV_FLAGS`` is the number of copies.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import TransferShape, run_transfer
 from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
 from disagg_kv.ids import LayerId, RegionId
 from disagg_kv.kernels import KERNELS, PageMove, Pages, TritonKernels
 from disagg_kv.memory import Buffer, PagedPool
 from disagg_kv.planning import PageCopy
-from disagg_kv.transports import SupportsBells, SupportsMapping, Transport
-from disagg_kv.transports.bells import SLOT_WORDS, WORD, heard, words_of
+from disagg_kv.transports import SupportsFlags, SupportsMapping, Transport
+from disagg_kv.transports.flags import SLOT_WORDS, WORD, raised, words_of
 from tests.support import cuda_ends
 from tests.support.cuda_ends import device
-from tests.support.final_records import check_final_record
 from tests.support.pools import KV, staged_layout
 
-COPIES = int(os.environ.get("DISAGG_KV_BELLS", "400"))
+COPIES = int(os.environ.get("DISAGG_KV_FLAGS", "400"))
 PAGES, PAGE = 32, 1 << 20
 SLOTS = 32
 RECORD = (0, PAGES, 0, 1, 0)
@@ -55,19 +52,19 @@ def memory() -> tuple[torch.Tensor, Buffer]:
 
 
 def listen(pipe: Connection) -> None:
-    """The child: hears one bell after the other, looks at once, and says how many bytes are wrong."""
+    """The child: sees one flag after the other, looks at once, and says how many bytes are wrong."""
     transport = cuda_ends.cuda_ipc()
-    assert isinstance(transport, SupportsBells)
+    assert isinstance(transport, SupportsFlags)
     tensor, buffer = memory()
     (region,) = transport.register([buffer])
-    board, place = transport.bell_board(SLOTS * SLOT_WORDS * WORD)
-    words = words_of(board)
+    page, place = transport.flag_page(SLOTS * SLOT_WORDS * WORD)
+    words = words_of(page)
     pipe.send((transport.local_descriptor(), region, place))
     with torch.cuda.stream(torch.cuda.Stream(device())):
         for number in iter(pipe.recv, 0):
             until = time.monotonic() + TIMEOUT_S
-            while (record := heard(words, number % SLOTS, number)) is None:
-                assert time.monotonic() < until, f"bell {number} did not ring"
+            while (record := raised(words, number % SLOTS, number)) is None:
+                assert time.monotonic() < until, f"flag {number} was not raised"
             pipe.send((record, int((tensor != content(number)).sum())))
     transport.close(1.0)
 
@@ -89,18 +86,18 @@ def answer(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def test_who_hears_a_bell_finds_the_bytes(pipe: Connection) -> None:
+def test_who_sees_a_flag_finds_the_bytes(pipe: Connection) -> None:
     """Each time: the stream stores the value behind the copy, and no thread of the writer looks at its end."""
     descriptor, region, place = answer(pipe)
     transport: Transport = cuda_ends.cuda_ipc()
-    assert isinstance(transport, SupportsBells)
+    assert isinstance(transport, SupportsFlags)
     assert isinstance(transport, SupportsMapping)
     kernels = KERNELS["triton"]
     assert isinstance(kernels, TritonKernels)
     tensor, buffer = memory()
     transport.register([buffer])
     peer = transport.connect(descriptor, TIMEOUT_S)
-    bells = transport.open_bells(peer, place)
+    flags = transport.open_flags(peer, place)
     source, target = pool(buffer), pool(transport.map(peer, RegionId(region), device()))
     kernels.warm_copy(source, target)
     layout = staged_layout([(0, 0, 1, 0, PAGES, 0)], PAGES * PAGE)
@@ -109,32 +106,16 @@ def test_who_hears_a_bell_finds_the_bytes(pipe: Connection) -> None:
     move = PageMove(PageCopy(layout, layout), *sides)
     ends = []
     for number in range(1, COPIES + 1):
-        bell = bells.arm(number % SLOTS, number, RECORD, device())
-        assert bell is not None, "the driver lets no stream of this GPU ring"
+        flag = flags.arm(number % SLOTS, number, RECORD, device())
+        assert flag is not None, "the driver lets no stream of this GPU raise it"
         pipe.send(number)
         tensor.fill_(content(number))
         final = torch.cuda.Event()
         final.record()
-        ends.append(kernels.copy([move], final, [bell]))
+        ends.append(kernels.copy([move], final, [flag]))
         assert answer(pipe) == (RECORD, 0), f"copy {number}"
     for end in ends:
         assert end is not None
         end.synchronize()
-    del bells, bell, ends
+    del flags, flag, ends
     transport.close(1.0)
-
-
-@pytest.mark.parametrize("states", [False, True])
-def test_a_room_without_a_known_end_is_ended_by_bells(tmp_path: Path, states: bool) -> None:
-    """With its aux data, while decode's endpoint stands still; all bytes are there."""
-    assert check_final_record(tmp_path, "cuda_ipc", "cuda", stop=None, aux=16, states=states)
-
-
-def test_two_decode_ranks_agree_by_words() -> None:
-    """Their rows come over ``cuda_ipc``; engines that look often know of the end from bells and words alone."""
-    shape = TransferShape(
-        transport="cuda_ipc", device="cuda", strategies=("mapped",), prefill_tp=1, decode_tp=2, tokens=256, layers=4,
-        announced=True, bells=True, repeats=10,
-    )  # fmt: skip
-    measured = run_transfer(shape).strategies
-    assert measured["mapped"].bells == 0 < measured["mapped, bells"].bells

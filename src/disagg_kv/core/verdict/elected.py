@@ -35,10 +35,6 @@ Without any rank 0 a vote against a room ends it here at once: no success is pos
 not vote for the room again. The follower keeps the last ``tombstones`` of such votes for the next life of rank 0. If
 rank 0 was only silent and says that it still waits for another one, the follower votes against that room again.
 
-*Words.* Decode ranks of one host may agree by words before these frames arrive; see
-:mod:`disagg_kv.endpoints.decode.ballots`. :meth:`Agreement.voters` names the uses that agree. :meth:`Agreement.succeed`
-takes the outcome, which on rank 0 is the decision.
-
 *Two lives of one rank.* The newest life of a rank counts. Rank 0 fails what an older life begins, and still takes the
 older one's votes on rooms that it had begun before.
 """
@@ -56,20 +52,13 @@ from ..base import Decided, Options, RoomKey, Send
 from ..repeater import Repeater
 from ..tombstones import RoomOutcome, Tombstones
 from ..wire.frames import Decision, Vote, words
+from .base import Outcome, Verdict
 
 USED_TWICE = "the room id was used twice: every attempt needs an id of its own"
 FORGOTTEN = Decided(False, "the room has failed, or its outcome is forgotten")
 
 PROBES = 2
 """Remembered rooms that are examined whenever one is added: some may go although the oldest has to stay."""
-
-
-@frozen
-class Outcome:
-    """A room of this rank is decided. It may be reported again, never otherwise."""
-
-    key: RoomKey
-    decided: Decided
 
 
 @frozen
@@ -105,7 +94,7 @@ class _Pending:
     shared: bool = False
 
 
-class Agreement:
+class Elected(Verdict):
     """One rank's part of the agreement. Pure: votes and frames in, frames and outcomes out.
 
     Args:
@@ -115,6 +104,8 @@ class Agreement:
         options: repeat times, and how many decided rooms are remembered by id.
         instance: name of the instance, for reasons that the other side reads.
     """
+
+    name = "elected"
 
     def __init__(self, rank: Rank, world: int, epoch: Epoch, options: Options, instance: str) -> None:
         self._instance = instance
@@ -216,38 +207,11 @@ class Agreement:
             self._unclaimed.setdefault(key.room, now + self._options.silence_s)
         return self._end(key.room, pending, reason) if ok is False else []
 
-    def voters(self, key: RoomKey) -> tuple[tuple[Epoch, Generation], ...] | None:
-        """With which ranks words may agree on a room now; None: frames alone do.
-
-        Rank 0: every other rank, once all of them have opened the room, each with its generation of the room.
-        Followers: rank 0, with the follower's own generation.
-        """
-        if self._rank == 0:
-            room = self._rooms.get(key.room)
-            if room is None or room.decided is not None or len(room.uses) < self._world:
-                return None
-            found = tuple((use.epoch, use.generation) for rank, use in room.uses.items() if rank != self._rank)
-            ours = room.uses[self._rank] == _Use(self._epoch, key.generation)
-            return found if ours and all(epoch in self._ranks for epoch, _ in found) else None
-        pending = self._pending.get(key.room)
-        if self._leader is None or pending is None or pending.ended or pending.vote.generation != key.generation:
-            return None
-        return ((self._leader, key.generation),)
-
-    def succeed(self, key: RoomKey, now: float) -> list[Send | Outcome]:
-        """Words have shown that the ranks agree: every rank votes for success, and (followers) rank 0 has decided."""
-        if self._rank == 0:
-            room = self._rooms.get(key.room)
-            if self._world == 1 or room is None or room.decided is not None:
-                assert room is None or room.decided is None or room.decided.ok, "a decision has changed"
-                return []
-            return self._decide(key.room, room, Decided(True, ""), now)
-        pending = self._pending.get(key.room)
-        if pending is not None and pending.vote.generation == key.generation:
-            self._drop(key.room)
-        return []
-
     # Frames.
+
+    def on_frame(self, frame: Vote | Decision, now: float) -> list[Send | Outcome]:
+        """See :meth:`Verdict.on_frame`."""
+        return self.on_vote(frame, now) if isinstance(frame, Vote) else self.on_decision(frame, now)
 
     def on_vote(self, vote: Vote, now: float) -> list[Send | Outcome]:
         """Rank 0: another rank's vote; every vote is answered, an elder life's too."""

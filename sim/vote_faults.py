@@ -1,16 +1,11 @@
-"""Faults while ranks of decode agree by words: a rank that has voted, or rank 0, gives up, stands still or ends.
-
-Beside these, a withdrawn vote may arrive between the decision of rank 0's engine and its endpoint's next step.
-"""
+"""Faults while ranks of decode vote: a follower that has voted, or rank 0, gives up, stands still or ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from disagg_kv.channels import Arrived
-from disagg_kv.core import Codec, Phase
-from disagg_kv.core.wire.frames import Vote
+from disagg_kv.core import Receiving
 from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.decode.room import DecodeRoom
 
@@ -25,26 +20,23 @@ SOON_S = (0.0005, 0.002, 0.02, 0.1)
 """How long rank 0 may go on after a follower that has voted gives up."""
 
 
-class WordFaults(AimedFaults):
+class VoteFaults(AimedFaults):
     """Waits for such votes, and uses the faults that a scenario has. Its draws do not shift those of others."""
 
-    name, most = "word", MOST
+    name, most = "vote", MOST
 
     def strike(self, node: SimNode) -> None:
         """A process has made a step: a fault may happen before its next one."""
         world, view = self._world, node.view
         if not isinstance(view, DecodeInspection) or world.calm or not world.faulty:
             return
-        if not self._left or node.failing:
-            return
-        if node.rank == 0:
-            self._withdraw(node, view)
+        if not self._left or node.failing or node.rank == 0:
             return
         rooms = [room for room in view.rooms.values() if _waits(room)]
         if not rooms or self._random.random() >= STRUCK:
             return
         room = self._random.choice(rooms)
-        world.mark("words:a vote waits")
+        world.mark("votes:a vote waits")
         first = world.instance("decode")[0]
         acts = [*self._acts(node, "the follower", room), *self._acts(first, "rank 0", room)]
         gives_up, ends = dict(acts).get("the follower gives up"), dict(acts).get("rank 0 ends")
@@ -53,20 +45,8 @@ class WordFaults(AimedFaults):
         if acts:
             self._left -= 1
             name, act = self._random.choice(acts)
-            world.mark(f"words:{name}")
+            world.mark(f"votes:{name}")
             act()
-
-    def _withdraw(self, node: SimNode, view: DecodeInspection) -> None:
-        """A vote against a room comes that rank 0's engine has just decided."""
-        agreement = view.loop.agreement
-        decided = [key for key, room in view.rooms.items() if room.handle.state[0] is Phase.DONE]
-        found = [(key, voter) for key in decided for voter in agreement.voters(key) or ()]
-        if FaultClass.ABORT not in self._world.scenario.faults or not found or self._random.random() >= STRUCK:
-            return
-        key, (epoch, generation) = self._random.choice(found)
-        self._world.mark("words:a vote is withdrawn too late")
-        against = Vote(src=epoch, dst=node.epoch, room=key.room, generation=generation, ok=False, reason="too late")
-        node.take_in(Arrived(Codec().encode(against)))
 
     def _acts(self, node: SimNode, who: str, room: DecodeRoom) -> list[tuple[str, Callable[[], object]]]:
         """What may happen to a rank now."""
@@ -101,5 +81,5 @@ class WordFaults(AimedFaults):
 
 
 def _waits(room: DecodeRoom) -> bool:
-    """Whether the engine has voted by a word, and knows of no end."""
-    return room.watch is not None and room.watch.voted and room.handle.state[0] is not Phase.DONE
+    """Whether this rank has voted for success, and knows of no decision."""
+    return room.machine.state is Receiving.PLACED

@@ -1,0 +1,148 @@
+"""Completion flags of rooms on a decode rank: which slots their writers raise, and what was raised.
+
+Theory of operation. What copies a segment into decode's pages, a GPU or a core, raises a flag behind the bytes. The
+loop reads the flags of moving rooms, on whichever thread advances it. A raised flag is the same event for the room's
+machine as the frame ``ChunkReady``, which follows in any case: so a flag that is late, lost or repeated is harmless.
+
+Blocks of slots stay with the process that they were named to. Another one gets them once that process has ended, or
+once its link was dropped: then all its rooms are forgotten, each on evidence that nothing of it is written any more. A
+word of it that is raised once more hides the flag of another process at worst, and the frame of that follows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from attrs import define
+
+from ...core.wire.frames import ChunkReady, WireFlags
+from ...ids import Epoch
+from ...memory import Buffer
+from ...transports.flags import raised, words_of
+from ..peers.mapping import BLOCK, BLOCK_BYTES
+from .room import DecodeRoom
+
+
+class FlagPage:
+    """The slots of a decode rank; on the thread that advances.
+
+    Args:
+        memory: of a number of blocks, which peers of this host map; None: there are none.
+    """
+
+    def __init__(self, memory: Buffer | None) -> None:
+        self.words: Sequence[int] = () if memory is None else words_of(memory)
+        self._blocks = 0 if memory is None else memory.nbytes // BLOCK_BYTES
+        self._free = list(range(self._blocks))
+        self._of: defaultdict[Epoch, list[int]] = defaultdict(list)
+        self._gone: set[Epoch] = set()
+        self._used: dict[int, Epoch] = {}
+        self._value = 1
+
+    def issue(self, writers: Sequence[Epoch]) -> tuple[WireFlags, ...]:
+        """A block and new values for each writer of a room; empty: there are not enough blocks."""
+        blocks: list[int] = []
+        for epoch in writers:
+            spare = self._of.get(epoch) or self._free
+            if not spare:
+                self._take_back(blocks)
+                return ()
+            blocks.append(spare.pop())
+            self._used[blocks[-1]] = epoch
+        flags = tuple((block * BLOCK, BLOCK, self._value + i * BLOCK) for i, block in enumerate(blocks))
+        self._value += len(blocks) * BLOCK
+        return flags
+
+    def take_back(self, flags: Sequence[WireFlags]) -> None:
+        """A room has ended; its writers may still raise late flags."""
+        self._take_back([slot // BLOCK for slot, _, _ in flags])
+
+    def _take_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            epoch = self._used.pop(block)
+            (self._free if epoch in self._gone else self._of[epoch]).append(block)
+            self._forget(epoch)
+
+    def gone(self, epoch: Epoch) -> None:
+        """Evidence: a process stores nothing any more."""
+        self._free += self._of.pop(epoch, ())
+        self._gone.add(epoch)
+        self._forget(epoch)
+
+    def parted(self, epoch: Epoch) -> None:
+        """The link to a process was dropped, which no room uses: blocks that are not used are for others, too."""
+        self._free += self._of.pop(epoch, ())
+
+    def _forget(self, epoch: Epoch) -> None:
+        if epoch in self._gone and epoch not in self._used.values():
+            self._gone.discard(epoch)
+
+    def check_integrity(self, issued: Sequence[WireFlags]) -> None:
+        """Raise AssertionError unless exactly the blocks of these flags are used, and each block is somewhere once."""
+        spare = [block for blocks in self._of.values() for block in blocks]
+        assert sorted(self._used) == sorted(slot // BLOCK for slot, _, _ in issued)
+        assert sorted([*self._free, *spare, *self._used]) == list(range(self._blocks))
+
+
+@define
+class _Line:
+    """One writer's flags of a room: the next slot to be read, how many are left, and its value."""
+
+    writer: Epoch
+    slot: int
+    left: int
+    value: int
+
+
+class RoomFlags:
+    """The flags of all rooms of a decode rank; on the thread that advances.
+
+    Args:
+        memory: of the page; None: frames alone tell.
+        epoch, host: of this endpoint.
+    """
+
+    def __init__(self, memory: Buffer | None, epoch: Epoch, host: str) -> None:
+        self._epoch = epoch
+        self.page = FlagPage(memory)
+        self._host = host
+        self._lines: dict[DecodeRoom, list[_Line]] = {}
+
+    def issue(self, room: DecodeRoom) -> tuple[WireFlags, ...]:
+        """Flags for the prefill ranks of a room; empty: one of them is not on this host, or slots are missing."""
+        near = all(remote.hello.host == self._host for remote in room.remotes)
+        if near:
+            room.flags = self.page.issue([remote.epoch for remote in room.remotes])
+            self._lines[room] = [_Line(r.epoch, *line) for r, line in zip(room.remotes, room.flags, strict=False)]
+        return room.flags
+
+    def look(self) -> list[ChunkReady]:
+        """What has landed since the last look, as the frames of the writers will say it."""
+        found: list[ChunkReady] = []
+        for room, lines in self._lines.items():
+            for line in lines if room.machine.moving else ():
+                while line.left and (record := raised(self.page.words, line.slot, line.value)) is not None:
+                    line.slot, line.value, line.left = line.slot + 1, line.value + 1, line.left - 1
+                    found.append(
+                        ChunkReady(
+                            src=line.writer,
+                            dst=self._epoch,
+                            room=room.key.room,
+                            generation=room.key.generation,
+                            segment=(*record[:4], record[4] != 0),
+                            lease=None,
+                        )
+                    )
+        return found
+
+    def ended(self, room: DecodeRoom) -> None:
+        """A room is forgotten."""
+        self._lines.pop(room, None)
+        self.page.take_back(room.flags)
+        room.flags = ()
+
+    def check_integrity(self, rooms: Collection[DecodeRoom]) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        assert set(self._lines) <= set(rooms)
+        self.page.check_integrity([flags for room in rooms for flags in room.flags])
