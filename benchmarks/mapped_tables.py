@@ -34,25 +34,6 @@ def gpu_mapped(found: Found) -> str:
     return f"{said}\n\n{table([head, *rows()])}"
 
 
-def bells(found: Found) -> str:
-    """Transfers of which decode's engine may know from bells, beside the same by frames."""
-
-    def rows() -> Iterator[list[str]]:
-        for row in found["rows"]:
-            times = (f"{row[f'{of}_p50_ms']:,.1f} / {row[f'{of}_p95_ms']:,.1f}" for of in ("frames", "bells"))
-            gain = row["frames_p50_ms"] / row["bells_p50_ms"]
-            engine = "busy" if row["busy"] else "waiting"
-            yield [
-                f"{row['strategy']}, engine threads {engine}",
-                *times,
-                f"{row['known_from_bells']:.0%}",
-                f"{gain:.2f}",
-            ]
-
-    said = f"`shm`, TP 1->1, {found['nbytes'] >> 20} MiB, {found['repeats']} repeats in turns."
-    return f"{said}\n\n{table([['ms, p50 / p95', 'frames', 'bells', 'known from bells', 'frames / bells'], *rows()])}"
-
-
 def gpu_proof(found: Found) -> str:
     """What was shown of correctness: tokens of a model, processes that were killed, the last write of one."""
     demos, kills, late = found["demos"], found["kills"], found["last_write"]

@@ -19,7 +19,6 @@ from benchmarks.engine_tables import sglang, vllm
 from benchmarks.engines_gpu.tables import headline, ratios, whole
 from benchmarks.fleet_tables import fleet, links, recovery, scale
 from benchmarks.mapped_tables import (
-    bells,
     gpu_advance,
     gpu_instead,
     gpu_launch,
@@ -597,7 +596,6 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_busy.json": gpu_paths_by_size,
     "h200_instead.json": gpu_instead,
     "h100_mapped_proof.json": gpu_proof,
-    "cpu_bells.json": bells,
     "h100_advance.json": gpu_advance,
     "h100_engines_advance.json": ratios,
     "h100_launch.json": gpu_launch,

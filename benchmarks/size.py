@@ -1,11 +1,11 @@
 """How large the library is, and how many mechanisms each of its files knows.
 
 Lines are lines of code: no docstrings, comments or blank lines. A file knows a mechanism if one of its names has one of
-the mechanism's words: ``BellWatch`` and ``ring_bells`` have ``bell``. ``benchmarks/mechanisms.toml`` has the words, and
+the mechanism's words: ``RoomFlags`` and ``arm_flag`` have ``flag``. ``benchmarks/mechanisms.toml`` has the words, and
 two numbers for each measure: the limit, which fails the run, and the target. A limit only ever falls.
 
     python -m benchmarks.size             the tables; exit code 1 if a limit is broken
-    python -m benchmarks.size bells       the files that know a mechanism
+    python -m benchmarks.size flags       the files that know a mechanism
     python -m benchmarks.size --ledger    writes the number of those files into docs/ledger.md
 """
 
@@ -58,7 +58,7 @@ def code_lines(text: str) -> int:
 
 @cache
 def names(text: str) -> frozenset[str]:
-    """The names of a module, each as lower-case words between underscores: ``BellWatch`` is ``_bell_watch_``."""
+    """The names of a module, each as lower-case words between underscores: ``RoomFlags`` is ``_room_flags_``."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return frozenset(f"_{'_'.join(PART.findall(one.string)).lower()}_" for one in tokens if one.type == tokenize.NAME)
 

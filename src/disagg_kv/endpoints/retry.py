@@ -25,6 +25,7 @@ from ..rendezvous import Source
 from ..trace import Guarded, Observer, Silent
 from .api import PeerInfo, Receiver, Reception, Report
 from .expectation import Expectation
+from .loop.endpoint import Endpoint
 
 REQUEST_BYTES = 48
 """Longest id of a request that may be retried; the ids of its attempts need the rest of 64 bytes."""
@@ -296,6 +297,8 @@ class RecoveringReceiver:
         observer: Observer | None = None,
     ) -> None:
         arguments.methods(inner, "inner", "a receiver", "open", "poll", "confirm_terminated", "close")
+        if isinstance(inner, Endpoint) and inner.decides_alone:
+            raise ConfigurationError("inner: all its ranks retry together, so it needs verdict Elected, not Alone")
         arguments.methods(policy, "policy", "a policy", "again")
         self._inner = inner
         self._policy = policy

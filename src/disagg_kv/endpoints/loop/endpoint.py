@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import Generic, Literal, TypeVar
 
 from ... import arguments
-from ...core import Phase, RoomKey
+from ...core import Alone, Phase, RoomKey
 from ...errors import DisaggKVError, text_of
 from ...ids import Epoch, Generation, RoomId
 from ..api import EndpointStatus, PeerInfo, RoomInfo, Usage
@@ -68,6 +68,11 @@ class Endpoint(ABC, Generic[H, S]):
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.driver = Driver(self._loop, name, self._break_down, thread=environment.thread, engine=environment.engine)
         self._admission = self.driver.admission
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether ranks of its instance may see different outcomes of a room."""
+        return len(self._loop.me.shards) > 1 and self._loop.me.verdict is Alone
 
     @property
     def closed(self) -> bool:
