@@ -226,6 +226,7 @@ def test_another_life_of_rank_0_that_comes_before_the_end_of_the_first_is_notice
     assert one.lost(E[0], 2.0) == []
     assert one.on_decision(msgspec.structs.replace(decision(2, None, src=4, shared=True), room=b"2"), 2.0) == []
     assert votes(one.tick(4.0))[-1] == (3, False)
+    one.vote(key(2, RoomId(b"2")), True, "", 5.0)
     assert outcomes(one.on_decision(msgspec.structs.replace(decision(2, True, src=4), room=b"2"), 9.0)) == [(2, True)]
 
 

@@ -16,7 +16,7 @@ a success vote into a failure vote. A failure never becomes a success.
 *Decisions.* Rank 0 decides failure at the first vote against the room, when it loses a rank whose success it does not
 have, or when it has lost every rank that has opened the room. It decides success when it has the success of every rank.
 It sends each decision once to every rank that has voted, and again as the answer to every later vote. A decision never
-changes.
+changes. A follower that has not voted for a room refuses a decision of its success, and votes against the room.
 
 *Memory.* Rank 0 never forgets an undecided room. Of decided rooms it remembers ``tombstones`` by id. A decided room
 that some rank has not opened stays for at least ``silence_s``, so that this rank fails at once when it opens the room.
@@ -85,11 +85,13 @@ class _Pending:
 
     Args:
         vote: the latest one.
+        agreed: this rank has voted for success, and may have taken that back.
         ended: the room has ended here without rank 0; only the vote is still to be delivered.
         shared: this life of rank 0 has opened the room, so the room ends with it.
     """
 
     vote: Vote
+    agreed: bool = False
     ended: bool = False
     shared: bool = False
 
@@ -201,6 +203,7 @@ class Elected(Verdict):
             return []  # the vote against the room may have been lost; a success in its place would be a wrong one
         else:
             pending.vote = msgspec.structs.replace(pending.vote, ok=ok, reason=words(reason))
+            pending.agreed |= ok
         if self._leader is not None:
             return [self._deliver(key.room, now)]
         if self._leader_lost:
@@ -252,6 +255,9 @@ class Elected(Verdict):
             if pending.vote.ok is None and name not in self._unclaimed:
                 self._repeat.slow(name)
             return []
+        if decision.ok and not pending.agreed and not pending.ended:
+            wrong = f"rank 0 decided a success that rank {self._rank} has not voted for"
+            return [*self._end(name, pending, wrong), self._deliver(name, now)]
         self._drop(name)
         if pending.ended:
             return []
