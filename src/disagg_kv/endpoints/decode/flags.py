@@ -14,14 +14,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
+import numpy as np
 from attrs import define
 
 from ...core.wire.frames import ChunkReady, WireFlags
 from ...ids import Epoch
 from ...memory import Buffer
-from ...transports.flags import raised, words_of
+from ...transports.flags import SLOT_WORDS, raised, words_of
 from ..peers.mapping import BLOCK, BLOCK_BYTES
 from .room import DecodeRoom
+
+NO_VALUE = np.uint64(2**64 - 1)
+"""No flag is raised with it."""
 
 
 class FlagPage:
@@ -33,8 +37,8 @@ class FlagPage:
 
     def __init__(self, memory: Buffer | None) -> None:
         self.words: Sequence[int] = () if memory is None else words_of(memory)
-        self._blocks = 0 if memory is None else memory.nbytes // BLOCK_BYTES
-        self._free = list(range(self._blocks))
+        self.blocks = 0 if memory is None else memory.nbytes // BLOCK_BYTES
+        self._free = list(range(self.blocks))
         self._of: defaultdict[Epoch, list[int]] = defaultdict(list)
         self._gone: set[Epoch] = set()
         self._used: dict[int, Epoch] = {}
@@ -82,13 +86,14 @@ class FlagPage:
         """Raise AssertionError unless exactly the blocks of these flags are used, and each block is somewhere once."""
         spare = [block for blocks in self._of.values() for block in blocks]
         assert sorted(self._used) == sorted(slot // BLOCK for slot, _, _ in issued)
-        assert sorted([*self._free, *spare, *self._used]) == list(range(self._blocks))
+        assert sorted([*self._free, *spare, *self._used]) == list(range(self.blocks))
 
 
 @define
 class _Line:
     """One writer's flags of a room: the next slot to be read, how many are left, and its value."""
 
+    room: DecodeRoom
     writer: Epoch
     slot: int
     left: int
@@ -98,6 +103,8 @@ class _Line:
 class RoomFlags:
     """The flags of all rooms of a decode rank; on the thread that advances.
 
+    A look costs the same for few rooms and for many: it compares the next word of every block at once.
+
     Args:
         memory: of the page; None: frames alone tell.
         epoch, host: of this endpoint.
@@ -105,44 +112,61 @@ class RoomFlags:
 
     def __init__(self, memory: Buffer | None, epoch: Epoch, host: str) -> None:
         self._epoch = epoch
-        self.page = FlagPage(memory)
         self._host = host
-        self._lines: dict[DecodeRoom, list[_Line]] = {}
+        self.page = page = FlagPage(memory)
+        self._words = np.asarray(page.words, np.uint64)
+        self._next = np.zeros(page.blocks, np.intp)
+        self._values = np.full(page.blocks, NO_VALUE)
+        self._lines: dict[int, _Line] = {}
 
     def issue(self, room: DecodeRoom) -> tuple[WireFlags, ...]:
         """Flags for the prefill ranks of a room; empty: one of them is not on this host, or slots are missing."""
-        near = all(remote.hello.host == self._host for remote in room.remotes)
-        if near:
+        if all(remote.hello.host == self._host for remote in room.remotes):
             room.flags = self.page.issue([remote.epoch for remote in room.remotes])
-            self._lines[room] = [_Line(r.epoch, *line) for r, line in zip(room.remotes, room.flags, strict=False)]
         return room.flags
+
+    def follow(self, room: DecodeRoom) -> None:
+        """An event of a room was handled: from now on its flags are looked at, or are not any more."""
+        moving = room.machine.moving
+        if not room.flags or moving == (room.flags[0][0] // BLOCK in self._lines):
+            return
+        for remote, (slot, left, value) in zip(room.remotes, room.flags, strict=True):
+            if moving:
+                self._await(slot // BLOCK, _Line(room, remote.epoch, slot, left, value))
+            else:
+                del self._lines[slot // BLOCK]
+                self._values[slot // BLOCK] = NO_VALUE
+
+    def _await(self, block: int, line: _Line) -> None:
+        self._lines[block] = line
+        self._next[block] = line.slot * SLOT_WORDS if line.left else 0
+        self._values[block] = line.value if line.left else NO_VALUE
 
     def look(self) -> list[ChunkReady]:
         """What has landed since the last look, as the frames of the writers will say it."""
         found: list[ChunkReady] = []
-        for room, lines in self._lines.items():
-            for line in lines if room.machine.moving else ():
-                while line.left and (record := raised(self.page.words, line.slot, line.value)) is not None:
-                    line.slot, line.value, line.left = line.slot + 1, line.value + 1, line.left - 1
-                    found.append(
-                        ChunkReady(
-                            src=line.writer,
-                            dst=self._epoch,
-                            room=room.key.room,
-                            generation=room.key.generation,
-                            segment=(*record[:4], record[4] != 0),
-                            lease=None,
-                        )
-                    )
+        if not self._lines:
+            return found
+        for block in np.flatnonzero(self._words[self._next] == self._values).tolist():
+            line, words = self._lines[block], self.page.words
+            key = line.room.key
+            while line.left and (record := raised(words, line.slot, line.value)) is not None:
+                line.slot, line.value, line.left = line.slot + 1, line.value + 1, line.left - 1
+                box = (*record[:4], record[4] != 0)
+                found.append(ChunkReady(
+                    src=line.writer, dst=self._epoch, room=key.room, generation=key.generation, segment=box, lease=None
+                ))  # fmt: skip
+            self._await(block, line)
         return found
 
     def ended(self, room: DecodeRoom) -> None:
         """A room is forgotten."""
-        self._lines.pop(room, None)
         self.page.take_back(room.flags)
         room.flags = ()
 
     def check_integrity(self, rooms: Collection[DecodeRoom]) -> None:
         """Raise AssertionError if the accounts contradict each other."""
-        assert set(self._lines) <= set(rooms)
+        moving = {slot // BLOCK for room in rooms if room.machine.moving for slot, _, _ in room.flags}
+        assert set(self._lines) == moving
+        assert set(np.flatnonzero(self._values != NO_VALUE).tolist()) <= moving
         self.page.check_integrity([flags for room in rooms for flags in room.flags])

@@ -298,7 +298,9 @@ class DecodeSide:
                     continue
                 room, event = self._events.popleft()
                 if room.machine.state is not Receiving.CLOSED:
-                    self._apply(room, room.machine.handle(event, self._loop.now))
+                    effects = room.machine.handle(event, self._loop.now)
+                    self.flags.follow(room)
+                    self._apply(room, effects)
         finally:
             self._handling = False
 
