@@ -82,7 +82,7 @@ class Scene:
         ends = [Pages(pool, {KV: PageTable(KV, pages)}) for pool in pools]
         self.moves = [PageMove(PageCopy(layout, layout), *ends)]
         self.launcher = CopyLauncher(32)
-        self.launcher.warm(self.moves[0])
+        self.launcher.warm(pools[0], pools[1])
         self.engine = torch.cuda.Stream()
 
     def ready(self) -> torch.cuda.Event:

@@ -188,9 +188,9 @@ class SupportsWarmUp(Protocol):
     """Kernels that have to be compiled."""
 
     def warm(self, pool: MemoryPool) -> None:
-        """Compile now the kernels that requests for this pool's heads need, so that no request waits for it. Blocks.
+        """Compile now the kernels that requests for this pool need, whatever peers take of it. Blocks; on any thread.
 
-        Of a pool that is read as another cache these are the gathers. On any thread.
+        Of a pool that is read as another cache these are the gathers.
         """
         ...
 
@@ -199,5 +199,9 @@ class SupportsWarmUp(Protocol):
         ...
 
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
-        """The same for copies from one pool into another, which may be mapped. Blocks; on any thread."""
+        """The same for copies from one pool into another, which may be mapped. Blocks; on any thread.
+
+        After a call with one pool as both, those into a mapped pool of the same spec are ready, whatever it holds and
+        however it lays that out. Only one that is aligned worse, or of another spec, has more to be compiled.
+        """
         ...

@@ -12,7 +12,7 @@ from ..errors import DisaggKVError
 from ..memory import All, Buffer, Event, MemoryPool, PagedMemory
 from .base import Checksums, Move, PageMove
 from .checksum.mixing import U64
-from .triton_copy_launch import CopyLauncher, warm_moves
+from .triton_copy_launch import CopyLauncher
 from .triton_kernels import Tuning
 from .triton_kinds import Kind, kinds_of, split_copies
 from .triton_launch import Launcher, PreparedLaunch
@@ -120,9 +120,8 @@ def warm_checksum(plain: ChecksumLauncher, pool: MemoryPool) -> None:
 
 def warm_copy(plain: CopyLauncher, source: PagedMemory, target: PagedMemory, programs: int | None) -> None:
     """Compile copies from one pool into another; see :meth:`.base.SupportsWarmUp.warm_copy`."""
-    for move in warm_moves(source, target):
-        for launcher, (some,) in _copies(plain, [move], programs):
-            launcher.warm(some)
+    for kind in kinds_of(source).every:
+        (plain if kind is None else _copier(kind, programs, None)).warm(source, target)
 
 
 class PreparedGathers:

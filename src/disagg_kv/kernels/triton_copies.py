@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ..errors import UnsupportedError
 from ..geometry import I64
 from ..memory import PagedMemory
 from ..planning import StagedLayout
 from .base import PageMove
-from .triton_tables import MOST, PLANE, CellBytes, PageIds, Planes, Shape, columns_of, known_or_made
+from .triton_tables import MOST, PLANE, CellBytes, PageIds, Planes, Shape, known_or_made
 
 SIDE = 4
 """Words of a side: address of the plane's words, first unit, first row, address of the page ids.
@@ -125,13 +125,10 @@ def _runs(source: _Sides, target: _Sides, units: I64, rows: I64, tile_bytes: int
     side_by_side = (source.unit_stride == source.unit_bytes) & (target.unit_stride == source.unit_bytes)
     run_bytes = np.where(side_by_side, units, 1) * source.unit_bytes
     pieces = rows * (units * source.unit_bytes // run_bytes)
-    bits = int(np.bitwise_or.reduce(source.bits(side_by_side) | target.bits(side_by_side) | run_bytes)) | 16
-    aligned, elements = bits & -bits, tile_bytes // 8
-    size = min(aligned, 8)
-    columns = columns_of(int(run_bytes.max()) // size, elements)
-    height = elements // columns
-    tiles = int((-(-pieces // height) * -(-run_bytes // (size * columns))).max())
-    return _counted(Shape(aligned, height, columns, tiles), pieces)
+    bits = int(np.bitwise_or.reduce(source.bits(side_by_side) | target.bits(side_by_side) | run_bytes))
+    shape = Shape.of_runs(bits, int(run_bytes.max()), tile_bytes)
+    chunks = -(-run_bytes // (shape.element_bytes * shape.columns))
+    return _counted(evolve(shape, tiles=int((-(-pieces // shape.pieces) * chunks).max())), pieces)
 
 
 def _counted(shape: Shape, pieces: I64) -> Shape:

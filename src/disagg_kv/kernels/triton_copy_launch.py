@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
@@ -11,17 +11,16 @@ import numpy as np
 import torch
 
 from ..errors import RegistrationError
-from ..geometry import PageTable
 from ..memory import Event, Flag, PagedMemory
 from ..memory.flag import raise_flags
-from ..planning import PageCopy, StagedLayout
-from .base import PageMove, Pages
+from .base import PageMove
 from .cuda_queue import Mark
 from .triton_copies import CopyCall, CopyPatterns, PoolWords
 from .triton_kernels import Tuning
 from .triton_kinds import Kind, numbers_of
 from .triton_launch import Host, LaunchContext, Written
 from .triton_slots import ArgumentSlot
+from .triton_tables import Planes
 
 INTERPRETED_PROGRAMS = 7
 """Most programs where Triton interprets: there are no multiprocessors, and programs run one after another."""
@@ -35,6 +34,8 @@ class CopyLauncher(Host):
         tuning: how the work is cut; None: as :data:`.triton_kernels.TUNED` says.
         kind: of the conversion, if it converts.
     """
+
+    takes = 1, 2
 
     def __init__(self, programs: int | None = None, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
         super().__init__("copy" if kind is None else "copy_converted", tuning, kind)
@@ -125,40 +126,13 @@ class CopyLauncher(Host):
         each = self._tuning.programs
         return each * context.multiprocessors if each else 1 << 30
 
-    def warm(self, move: PageMove) -> None:
-        """Compile for such a move, and upload the tables of its pools, of which nothing is read or written."""
-        device = move.source.pool.buffers[0].device
-        if device == "cpu":
-            return
-        context = self._context(device)
-        with torch.cuda.device(device):
-            stream = context.stream()
-            patterns = CopyPatterns(self._tuning.tile_bytes, numbers_of(self._kind))
-            with self._finding:
-                call = CopyCall([move], lambda pool: self._pool_words(context, pool, stream), patterns)
-            nothing = torch.empty(1, dtype=torch.int64, device=device)
-            self._compile(context, call.shape, nothing, 1, 1)
-            stream.synchronize()
+    def warm(self, source: PagedMemory, target: PagedMemory) -> None:
+        """Compile for whatever one pool may copy into the other; see :meth:`.Host._compile_all`."""
+        self._compile_all(source, target, other=bits_of(source, target))
 
 
-def warm_moves(source: PagedMemory, target: PagedMemory) -> Iterator[PageMove]:
-    """One row of one to all units of the planes that two pools share: calls are cut like one of these."""
-    there = {(p.layer, p.component): i for i, p in enumerate(target.site.planes)}
-    pairs = [(i, there[key]) for i, p in enumerate(source.site.planes) if (key := (p.layer, p.component)) in there]
-    counts = [min(_units(source, a), _units(target, b)) for a, b in pairs]
-    pages = [Pages(pool, {g.id: PageTable(g.id, [0]) for g in pool.site.groups}) for pool in (source, target)]
-    for units in range(1, max(counts, default=0) + 1):
-        chosen = [pair for pair, count in zip(pairs, counts, strict=True) if count >= units]
-        sides = [_row([pair[side] for pair in chosen], units) for side in (0, 1)]
-        yield PageMove(PageCopy(sides[0], sides[1]), pages[0], pages[1])
-
-
-def _units(pool: PagedMemory, number: int) -> int:
-    plane = pool.site.planes[number]
-    return sum(map(len, pool.site.shard.units(plane.layer, plane.component)))
-
-
-def _row(planes: Sequence[int], units: int) -> StagedLayout:
-    """One row of the first units of planes; offsets in staging mean nothing."""
-    number, none = np.array(planes, np.int32), np.zeros(len(planes), np.int64)
-    return StagedLayout(number, 0 * number, 0 * number + units, none, none + 1, none, 1)
+def bits_of(source: PagedMemory, target: PagedMemory) -> int:
+    """Addresses and strides of the target's planes that both pools have, or'ed."""
+    held = {(plane.layer, plane.component) for plane in source.site.planes}
+    shared = [i for i, plane in enumerate(target.site.planes) if (plane.layer, plane.component) in held]
+    return int(np.bitwise_or.reduce(Planes(target).words[shared, :4], axis=None))

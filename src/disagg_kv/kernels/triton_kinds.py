@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..geometry.layout import Rule
 from ..memory import PagedMemory
 from ..planning import PageCopy, StagedLayout
 from .base import Move, PageMove, converts
-from .triton_tables import Call, CellBytes, Planes, Shape, warm_moves
+from .triton_tables import WIDEST, Call, CellBytes, Planes, Shape
 
 
 @frozen(cache_hash=True)
@@ -73,6 +73,10 @@ class Kinds:
         self.every = tuple(found)
         self._of = np.array(each, np.int64)
 
+    def planes(self, kind: Kind | None) -> list[int]:
+        """The planes of one kind."""
+        return [number for number, of in enumerate(self._of.tolist()) if self.every[of] == kind]
+
     def split(self, moves: Sequence[Move]) -> list[tuple[Kind | None, list[Move], list[npt.NDArray[np.bool_]]]]:
         """The moves of each kind, and which entries of the given ones they have."""
         parts: list[tuple[Kind | None, list[Move], list[npt.NDArray[np.bool_]]]] = []
@@ -124,31 +128,61 @@ def _only(layout: StagedLayout, mask: npt.NDArray[np.bool_], kind: Kind | None) 
     return some if layout.alike is None else some.one_of((layout.alike, kind))
 
 
-def shapes(planes: Planes, pool: PagedMemory, tile_bytes: int, kind: Kind | None = None) -> Iterator[Shape]:
-    """How requests for one to all units of a pool's planes of one kind are cut, as their rows allow.
+def shapes(
+    planes: Planes,
+    pool: PagedMemory,
+    tile_bytes: int,
+    kind: Kind | None = None,
+    other: int | None = None,
+    *,
+    cells: bool = False,
+) -> set[Shape]:
+    """How calls for planes of one kind are cut, whichever planes, units, rows and pages they name.
+
+    What they name on the other side matters only where that is aligned worse than the pool is.
 
     Args:
         planes: of the pool.
         pool: it.
         tile_bytes: what one program moves, a power of two.
         kind: of the planes.
+        other: addresses and strides on the other side, or'ed; None: those of parts in staging.
+        cells: True: a piece is one cell, as in checksums.
     """
-    for call in _calls(planes, pool, kind):
-        yield filled(call, np.zeros(call.words, np.int64), 0, 0, tile_bytes, kind)
+    site, mine = pool.site, kinds_of(pool).planes(kind)
+    held = [site.planes[number] for number in mine]
+    if other is None:
+        other = WIDEST
+        for plane in site.planes:
+            other |= site.spec.component(plane.layer, plane.component).unit_bytes
+    base, page_stride, row_stride, unit_stride, rows_per_page, unit_bytes = planes.words[mine].T[:6]
+    first = base | page_stride | np.where(rows_per_page > 1, row_stride, 0)
+    worst = int(np.bitwise_or.reduce(first | row_stride | unit_stride))
+    if kind is not None:
+        numbers = kind.numbers
+        least = numbers.aligned(worst, other, planes.scales_bits(mine))
+        most = max(numbers.aligned(bits, 0, 0) for bits in first.tolist())
+        return {numbers.shape(one, np.ones(1, np.int64), tile_bytes) for one in _powers(least, most)}
+    least = _lowest(worst | other | int(np.bitwise_or.reduce(unit_bytes)) | 16)
+    beside = unit_stride == unit_bytes
+    bits = (first | np.where(beside, 0, unit_stride) | 16).tolist()
+    counts = [sum(map(len, site.shard.units(plane.layer, plane.component))) for plane in held]
+    most_units = np.where(beside & (not cells), counts, 1).tolist()
+    return {
+        Shape.of_runs(aligned, run, tile_bytes)
+        for low, size, units in {*zip(map(_lowest, bits), unit_bytes.tolist(), most_units, strict=True)}
+        for run in range(size, units * size + 1, size)
+        for aligned in _powers(least, _lowest(low | run))
+    }
 
 
-def shapes_of_sums(planes: Planes, pool: PagedMemory, tile_bytes: int, kind: Kind | None = None) -> Iterator[Shape]:
-    """The same for checksums."""
-    for call in _calls(planes, pool, kind):
-        into, places = np.zeros(call.words + call.entries, np.int64), np.zeros(call.entries, np.int64)
-        yield call.write_sums(into, 0, places, tile_bytes, numbers_of(kind))
+def _lowest(bits: int) -> int:
+    return bits & -bits
 
 
-def _calls(planes: Planes, pool: PagedMemory, kind: Kind | None) -> Iterator[Call]:
-    for move in warm_moves(pool):
-        for found, some, _ in kinds_of(pool).split([move]):
-            if found == kind:
-                yield Call(planes, some)
+def _powers(least: int, most: int) -> list[int]:
+    """Powers of two, both ends included."""
+    return [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
 
 
 def _kind(how: PlaneConversion | None) -> Kind | None:

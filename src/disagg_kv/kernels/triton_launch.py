@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve
 
 from ..errors import DisaggKVError, LocalProtocolError, RegistrationError
-from ..memory import Buffer, Event, Flag, MemoryPool, parts
+from ..memory import Buffer, Event, Flag, MemoryPool, PagedMemory, parts
 from .base import Move
 from .cuda_queue import CudaQueue, Mark
 from .triton_entry import Entry, entry_of
@@ -20,7 +20,7 @@ from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Tuning
 from .triton_kinds import Kind, filled, shapes
 from .triton_pool_tables import PoolTables
 from .triton_slots import ArgumentSlot, ArgumentSlots
-from .triton_tables import ENTRY, Call, Planes, Shape
+from .triton_tables import ENTRY, Call, Shape
 
 STREAMS = 4
 """Number of streams. Launches use them in turn: one that waits for its event delays only those behind it."""
@@ -32,10 +32,6 @@ it has ended: side by side all would end together, and the wire, which waits for
 PRIORITY = 0
 """The lowest that CUDA has, and the default of an engine's own streams: where an engine decodes on a stream of
 ``priority=-1``, its kernels go first whenever the GPU has to choose."""
-
-
-Shapes = Callable[[Planes, MemoryPool, int, Kind | None], Iterator[Shape]]
-"""The shapes of calls for a pool's planes of one kind, with tiles of some bytes."""
 
 
 class LaunchContext:
@@ -122,11 +118,15 @@ def written(
 class Host:
     """One kernel on GPUs, with streams of its own on each; any thread may call it.
 
+    ``takes``: how many tables and counts the kernel has before its constants.
+
     Args:
         name: of :data:`OPS`.
         tuning: how the work is cut; None: as :data:`TUNED` says.
         kind: of the conversion, if the kernel converts.
     """
+
+    takes = 2, 1
 
     def __init__(self, name: str, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
         self._kernel = OPS[name]
@@ -191,7 +191,7 @@ class Host:
             launched = self._kernel[(programs,)](*call.tables, *call.counts, *rest, num_warps=self._tuning.warps)
         with queue:
             mark = _end(queue, on, call.flags)
-            context.entries[constants] = entry_of(check_launcher(launched), queue, len(call.tables), len(call.counts))
+            context.entries[constants] = entry_of(check_launcher(launched), queue, *self.takes)
             return mark
 
     def _context(self, device: str) -> LaunchContext:
@@ -200,35 +200,41 @@ class Host:
                 self._contexts[device] = LaunchContext(device, self._tuning.neighbours_together)
             return self._contexts[device]
 
-    def _compile(self, context: LaunchContext, shape: Shape, *args: torch.Tensor | int) -> None:
+    def _compile(self, context: LaunchContext, shape: Shape) -> None:
         """Compile for a shape, unless that is done; inside ``with torch.cuda.device``."""
         constants = shape.constants
         if constants in context.entries:
             return
         with COMPILING:
-            typed = *args, ELEMENTS[shape.element_bytes], *constants, *self._more
+            nothing, (tables, counts) = torch.empty(1, dtype=torch.int64, device="cuda"), self.takes
+            typed = *[nothing] * tables, *[1] * counts, ELEMENTS[shape.element_bytes], *constants, *self._more
             compiled = self._kernel.warmup(*typed, grid=(1,), num_warps=self._tuning.warps)
             # What is not loaded yet would be at the first call, which may wait for the GPU.
             compiled[1, 1, 1]
-        tables = sum(isinstance(one, torch.Tensor) for one in args)
         with context.queue:
-            context.entries[constants] = entry_of(check_launcher(compiled), context.queue, tables, len(args) - tables)
+            context.entries[constants] = entry_of(check_launcher(compiled), context.queue, tables, counts)
 
-    def _compile_all(self, pool: MemoryPool, cut: Shapes) -> None:
-        """Compile for all shapes of calls for a pool, on memory that is not touched.
+    def _compile_all(
+        self, pool: PagedMemory, *targets: PagedMemory, other: int | None = None, cells: bool = False
+    ) -> None:
+        """Compile for all :func:`.triton_kinds.shapes` of calls for a pool, on memory that is not touched.
 
-        Also allocates what calls need, and uploads the pool's table: a call must not wait for the GPU's allocator.
-        What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
+        Also allocates what calls need, and uploads the tables of the pool and of ``targets``: a call must not wait for
+        the GPU's allocator.
         """
         device = pool.buffers[0].device
         if device == "cpu":
             return
         context = self._context(device)
         with torch.cuda.device(device):
-            planes, _ = context.tables.of(pool, context.stream())
-            for shape in cut(planes, pool, self._tuning.tile_bytes, self._kind):
-                nothing = torch.empty(1, dtype=torch.int64, device=device)
-                self._compile(context, shape, nothing, nothing, 1)
+            stream = context.stream()
+            for target in targets:
+                context.tables.of(target, stream)
+            planes, _ = context.tables.of(pool, stream)
+            for shape in shapes(planes, pool, self._tuning.tile_bytes, self._kind, other, cells=cells):
+                self._compile(context, shape)
+            if targets:
+                stream.synchronize()
 
 
 class Launcher(Host):
@@ -254,8 +260,8 @@ class Launcher(Host):
         return None if call is None else self._enqueue(call, after)
 
     def warm(self, pool: MemoryPool) -> None:
-        """Compile for every number of units that a peer may take of this pool; see :meth:`Host._compile_all`."""
-        self._compile_all(pool, shapes)
+        """Compile for whatever peers may take of this pool; see :meth:`Host._compile_all`."""
+        self._compile_all(pool)
 
     def prepare(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, *, moved: bool = False

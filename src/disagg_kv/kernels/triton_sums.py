@@ -13,7 +13,7 @@ from ..memory import Event, MemoryPool
 from .base import Checksums, Move
 from .checksum.mixing import U64, places
 from .triton_kernels import Tuning
-from .triton_kinds import Kind, numbers_of, shapes_of_sums
+from .triton_kinds import Kind, numbers_of
 from .triton_launch import Host, written
 from .triton_tables import Call
 
@@ -25,8 +25,8 @@ class ChecksumLauncher(Host):
         super().__init__("checksum" if kind is None else "checksum_converted", tuning, kind)
 
     def warm(self, pool: MemoryPool) -> None:
-        """Compile for every number of units that a peer may take of this pool; see :meth:`.Host._compile_all`."""
-        self._compile_all(pool, shapes_of_sums)
+        """Compile for whatever peers may take of this pool; see :meth:`.Host._compile_all`."""
+        self._compile_all(pool, cells=True)
 
     def __call__(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None = None) -> Checksums:
         """Enqueue one launch for all ``moves`` behind ``after``; the sums are brought to the host when they are read.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ..errors import UnsupportedError
 from ..geometry import I32, I64, PageTable, Plane
@@ -58,6 +58,16 @@ class Shape:
     pieces: int
     columns: int
     tiles: int
+
+    @classmethod
+    def of_runs(cls, bits: int, longest: int, tile_bytes: int) -> Shape:
+        """The widest access that addresses, strides and lengths allow, or'ed in ``bits``, and not yet any tiles.
+
+        A tile is as wide as the ``longest`` run of so many bytes.
+        """
+        aligned, elements = (bits | 16) & -(bits | 16), tile_bytes // 8
+        columns = columns_of(longest // min(aligned, 8), elements)
+        return cls(aligned, elements // columns, columns, 0)
 
     @property
     def constants(self) -> tuple[int, int, int]:
@@ -173,11 +183,9 @@ class Pattern:
     def shape_of_sums(self, tile_bytes: int) -> Shape:
         """The widest access that pages allow; a piece is one cell, however wide, and a program takes whole cells."""
         unit_bytes, cells = self.entries.unit_bytes, self.words[:, 4] * self.words[:, 2]
-        bits = self.entries.bits | int(np.bitwise_or.reduce(unit_bytes)) | 16
-        aligned, elements = bits & -bits, tile_bytes // 8
-        columns = columns_of(int(unit_bytes.max()) // min(aligned, 8), elements)
-        height = elements // columns
-        return self._counted(Shape(aligned, height, columns, int((-(-cells // height)).max())), int(cells.max()))
+        bits = self.entries.bits | int(np.bitwise_or.reduce(unit_bytes))
+        shape = Shape.of_runs(bits, int(unit_bytes.max()), tile_bytes)
+        return self._counted(evolve(shape, tiles=int((-(-cells // shape.pieces)).max())), int(cells.max()))
 
     def shape_of_cells(self, numbers: CellBytes, bits: int, tile_bytes: int) -> Shape:
         """Tiles of whole cells, which are converted; ``bits``: of addresses in staging, or'ed, or 0."""
@@ -186,12 +194,10 @@ class Pattern:
         return self._counted(numbers.shape(aligned, cells, tile_bytes), int(cells.max()))
 
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
-        size, elements = min(aligned, 8), tile_bytes // 8
-        columns = columns_of(self.entries.longest // size, elements)
-        height = elements // columns
-        chunks = -(-self.entries.run_bytes // (size * columns))
-        tiles = int((-(-self._pieces // height) * chunks).max())
-        return self._counted(Shape(aligned, height, columns, tiles), int(self._pieces.max()))
+        shape = Shape.of_runs(aligned, self.entries.longest, tile_bytes)
+        chunks = -(-self.entries.run_bytes // (shape.element_bytes * shape.columns))
+        tiles = int((-(-self._pieces // shape.pieces) * chunks).max())
+        return self._counted(evolve(shape, tiles=tiles), int(self._pieces.max()))
 
     def _counted(self, shape: Shape, most: int) -> Shape:
         if max(most, len(self.words) * shape.tiles) > MOST:
@@ -419,25 +425,3 @@ def columns_of(length: int, elements: int) -> int:
     while columns > 4 and length * 4 < -(-length // columns) * columns * 3:
         columns //= 2
     return columns
-
-
-def warm_moves(pool: PagedMemory) -> Iterator[Move]:
-    """Requests for one to all units of a pool's planes: calls are cut like one of these.
-
-    Where numbers are converted, every alignment in staging that sums of cells may have is among them; elsewhere those
-    that follow from whole and single rows.
-    """
-    site = pool.site
-    counts = [sum(map(len, site.shard.units(p.layer, p.component))) for p in site.planes]
-    cells = np.array([site.spec.component(p.layer, p.component).unit_bytes for p in site.planes], np.int64)
-    least = int(np.bitwise_or.reduce(cells)) | WIDEST
-    least &= -least
-    for units in range(1, max(counts, default=0) + 1):
-        chosen = np.array([i for i, count in enumerate(counts) if count >= units], np.int32)
-        first, none = np.zeros(len(chosen), np.int32), np.zeros(len(chosen), np.int64)
-        cases = [(rows, np.cumsum([0, *(units * rows * cells[chosen])])[:-1]) for rows in (1, 16)]
-        if site.conversions:
-            cases = [(1, none + place) for place in (least << i for i in range(WIDEST.bit_length())) if place <= WIDEST]
-        for rows, places in cases:
-            layout = StagedLayout(chosen, first, first + units, none, none + rows, places, 1)
-            yield Move(layout, {group.id: PageTable(group.id, [0] * rows) for group in site.groups}, 0)

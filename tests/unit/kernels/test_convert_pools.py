@@ -25,7 +25,7 @@ from disagg_kv.kernels import (
 )
 from disagg_kv.kernels.triton_convert import beside, in_turn
 from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns, PoolWords
-from disagg_kv.kernels.triton_copy_launch import warm_moves
+from disagg_kv.kernels.triton_copy_launch import bits_of
 from disagg_kv.kernels.triton_kinds import Kind, filled, kinds_of, shapes, split_copies
 from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import All, Buffer, ConvertedPool, Event, Layout, PagedPool, bytes_of, new_buffer
@@ -194,7 +194,7 @@ def test_what_is_compiled_beforehand_is_what_conversions_take(case: Case) -> Non
             (some,) = dict(split_copies([move]))[kind]
             return CopyCall([some], lambda pool: words[id(pool)], patterns).shape.constants
 
-        copied = {cut(move) for move in warm_moves(source, target)}
+        copied = {one.constants for one in shapes(planes, source, 1 << 15, kind, bits_of(source, target))}
         for start, stop in ((0, 1), (3, 5), (0, 16), (1, 40)):
             copy = plans.page_copy(Segment(start, stop, 0, 2))
             move = Move(copy.source, tables, 256)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from disagg_kv.errors import LocalProtocolError, RegistrationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, PageTable, elect, shard
 from disagg_kv.kernels import KERNELS, Move, SupportsPreparing, SupportsStreams, SupportsWarmUp, kernels_for
-from disagg_kv.kernels.triton_kinds import shapes, shapes_of_sums
+from disagg_kv.kernels.triton_kinds import shapes
 from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import Buffer, Layout, PagedPool
 from disagg_kv.planning import PartView, Segment
@@ -210,6 +210,25 @@ def test_more_than_the_kernels_can_count_is_refused_before_anything_is_written()
         TRITON.checksum(pool, [move], None)
 
 
+@settings(max_examples=60)
+@given(case=cases())
+def test_what_is_compiled_for_a_pool_is_what_any_gather_and_checksum_take(
+    case: tuple[PagedPool, Bytes, list[Move], Bytes],
+) -> None:
+    """Any widths, strides, gaps and units, wherever the parts lie in staging."""
+    pool, _, moves, staging = case
+    planes, at = Planes(pool), staging.ctypes.data
+    call = Call(planes, moves)
+    if call.entries:
+        into = np.zeros(call.words + call.entries, np.int64)
+        places = [at + move.base + offset for move in moves for offset in (0, *move.layout.offset.tolist())]
+        parts = int(np.bitwise_or.reduce(np.array(places)))
+        known = {one.constants for one in shapes(planes, pool, 4096, None, parts)}
+        assert call.write(into, 0, at, 4096).constants in known
+        known = {one.constants for one in shapes(planes, pool, 4096, cells=True)}
+        assert call.write_sums(into, 0, np.zeros(call.entries, np.int64), 4096).constants in known
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_what_is_compiled_beforehand_is_what_requests_take(layout: Layout) -> None:
     """Whatever heads and rows a peer takes, the constants are among those of the warm-up."""
@@ -242,7 +261,7 @@ def test_what_is_compiled_beforehand_is_what_checksums_take() -> None:
     spec = CacheSpec.kv(3, 8, 128, "bfloat16")
     pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16)
     planes, table = Planes(pool), {KV: PageTable(KV, list(range(8)))}
-    known = {s.constants for s in shapes_of_sums(planes, pool, 4096)}
+    known = {s.constants for s in shapes(planes, pool, 4096, cells=True)}
     assert len(known) <= 8
     for units in range(1, 9):
         for start, stop in ((0, 1), (3, 5), (3, 10), (0, 16), (1, 101)):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +24,9 @@ from disagg_kv.kernels import (
     TritonKernels,
 )
 from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns, PoolWords
-from disagg_kv.kernels.triton_copy_launch import CopyLauncher, warm_moves
+from disagg_kv.kernels.triton_copy_launch import CopyLauncher, bits_of
 from disagg_kv.kernels.triton_kernels import Launchable, Launched
+from disagg_kv.kernels.triton_kinds import shapes
 from disagg_kv.kernels.triton_tables import Planes
 from disagg_kv.memory import Buffer, MappedPool, PagedMemory, PagedPool
 from disagg_kv.planning import PageCopy, PairPlan, Segment
@@ -188,8 +194,19 @@ def test_calls_that_differ_in_their_rows_share_a_pattern_and_pools_do_not() -> N
     assert planned(0, 4) is planned(8, 12) is not planned(0, 8)
 
 
-def test_what_is_compiled_beforehand_is_what_copies_between_two_pools_take() -> None:
-    """Whatever heads and rows: the constants are among those of the warm-up."""
+@settings(max_examples=60)
+@given(case=copy_cases())
+def test_what_is_compiled_for_two_pools_is_what_any_copy_between_them_takes(case: CopyCase) -> None:
+    """Any widths, strides, gaps and units, also where peers' pages are aligned worse than ours."""
+    found = {id(pool): PoolWords(Planes(pool), 4096) for move in case.moves for pool in (case.source, move.target.pool)}
+    known = shapes(Planes(case.source), case.source, 1 << 12, None, bits_of(case.source, case.target))
+    call = CopyCall(case.moves, lambda pool: found[id(pool)], CopyPatterns(1 << 12))
+    if call.entries:
+        assert call.shape.constants in {one.constants for one in known}
+
+
+def test_what_is_compiled_for_a_pool_is_what_copies_into_any_peer_s_take() -> None:
+    """Whatever heads, pages and rows: our own pool says what there can be."""
     spec = CacheSpec.kv(2, 8, 128, "bfloat16")
     sites: list[Site] = []
     for tp, page_size in ((1, 64), (2, 16)):
@@ -198,10 +215,7 @@ def test_what_is_compiled_beforehand_is_what_copies_between_two_pools_take() -> 
     words = [PoolWords(Planes(pool), 4096) for pool in pools]
     found = {id(pool): one for pool, one in zip(pools, words, strict=True)}
     call_patterns = CopyPatterns(1 << 15)
-    warmed = [
-        CopyCall([move], lambda pool: found[id(pool)], call_patterns).shape for move in warm_moves(pools[0], pools[1])
-    ]
-    known = {s.constants for s in warmed}
+    known = {s.constants for s in shapes(words[0].planes, pools[0], 1 << 15, None, bits_of(pools[0], pools[0]))}
     assert len(known) <= 4
     tables = {KV: PageTable(KV, list(range(300)))}
     for units in range(1, 5):
@@ -210,6 +224,15 @@ def test_what_is_compiled_beforehand_is_what_copies_between_two_pools_take() -> 
             move = PageMove(PageCopy(*sides), Pages(pools[0], tables), Pages(pools[1], tables))
             shape = CopyCall([move], lambda pool: found[id(pool)], call_patterns).shape
             assert shape.constants in known
+
+
+def test_triton_compiles_copies_for_our_own_pool_and_nothing_more_for_a_peer_s(tmp_path: Path) -> None:
+    """Of other pages, heads and layers; by Triton's own compiler, for a GPU that need not be there."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = sys.executable, "-W", "ignore", "-m", "tests.support.hopper"
+    said = subprocess.run(command, check=True, env=env, capture_output=True, text=True).stdout
+    assert said.split() == ["2"] * 5
 
 
 def test_a_warm_up_reads_and_writes_nothing_where_kernels_are_interpreted() -> None:
