@@ -37,14 +37,17 @@ def exposable(transport: Transport, buffers: list[Buffer]) -> bool:
     return isinstance(transport, SupportsAllocate) and all(transport.allocated(b) for b in buffers)
 
 
-def ready_kernels(pool: MemoryPool, kernels: Kernels | None, verify: Verify) -> Kernels:
-    """The given kernels or the fastest for the pool's device, compiled: no request of this endpoint waits for that.
+def ready_kernels(pool: MemoryPool, kernels: Kernels | None, verify: Verify, copies: bool = False) -> Kernels:
+    """The given kernels or the fastest for the pool's device, compiled for any peer: none waits for that.
 
-    The checksums are, where this endpoint wants segments compared.
+    Checksums are, where this endpoint wants segments compared, and with ``copies`` those into peers' pages. What
+    depends on the peer is left to :meth:`.prefill.read_pools.ReadPools.warm`.
     """
     chosen = kernels or kernels_for(pool.buffers[0].device)
     if isinstance(chosen, SupportsWarmUp):
         chosen.warm(pool)
+        if copies:
+            chosen.warm_copy(pool, pool)
         if verify != "off":
             chosen.warm_checksum(pool)
     return chosen

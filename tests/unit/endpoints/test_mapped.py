@@ -164,7 +164,7 @@ def test_what_cannot_be_mapped_is_refused_by_name(transport: type[InprocTranspor
 
 
 class Uncompiled(DeviceKernels):
-    """Kernels that have to be compiled, and are for copies between known pools only."""
+    """Kernels that have to be compiled, for copies between known pools; an ``error`` says why not for a peer's."""
 
     def __init__(self, error: str = "") -> None:
         super().__init__()
@@ -178,16 +178,17 @@ class Uncompiled(DeviceKernels):
         """Nothing."""
 
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
-        if self.error:
+        if self.error and isinstance(target, MappedPool):
             raise OSError(self.error)
         self.warmed.append((source, target))
 
 
-def test_copies_are_compiled_when_a_pool_is_mapped_and_kernels_that_cannot_are_a_refusal() -> None:
-    """No request waits for the compiler; an error of it is in the reason."""
+def test_copies_are_compiled_at_the_start_and_for_a_mapped_pool_and_kernels_that_cannot_are_a_refusal() -> None:
+    """For our own pool before there are peers. No request waits for the compiler; an error of it is in the reason."""
     for error in ("", "no compiler"):
         rig, kernels = Rig(SPEC), Uncompiled(error)
         prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=kernels)
+        assert kernels.warmed == [(prefills[0].pool, prefills[0].pool)]
         request = rig.request("room", prefills, rig.decode(tp_shards(SPEC, 1), strategy="mapped"), 9).start(9)
         if error:
             refused = request.failed().sends[0].error or AssertionError()
@@ -195,7 +196,7 @@ def test_copies_are_compiled_when_a_pool_is_mapped_and_kernels_that_cannot_are_a
         else:
             launched(rig, kernels).run()
             request.landed()
-            ((source, target),) = kernels.warmed
+            _own, (source, target) = kernels.warmed
             assert source is prefills[0].pool
             assert isinstance(target, MappedPool)
 

@@ -17,10 +17,10 @@ from ...kernels import Kernels, SupportsConversions, SupportsStreams
 from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...rendezvous import Rendezvous
-from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, maps_pages, paths
 from ...strategies import strategy as named
 from ...trace import Observer
-from ...transports import Transport
+from ...transports import SupportsMapping, Transport
 from ..api import Usage
 from ..handle import ChangeQueue
 from ..loop.construction import Parts
@@ -64,7 +64,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             :class:`~disagg_kv.core.Alone`: each rank's outcome is its own, and the engine reduces over ranks. All ranks
             of the instance take the same.
         options: times and bounds.
-        kernels: gather and checksum kernels; None: the fastest for the pool's device. They are compiled now.
+        kernels: gather, copy and checksum kernels; None: the fastest for the pool's device. They are compiled now, for
+            peers of any layout. For a cache of another dtype they are when such a peer is connected.
         observer: receives spans and counters.
         environment: clock, threads and identity, for tests and simulations.
 
@@ -127,7 +128,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             if slot_bytes is None:
                 slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
-            movers = ready_kernels(pool, kernels, verify)
+            maps = any(map(maps_pages, usable)) and isinstance(carrier, SupportsMapping)
+            movers = ready_kernels(pool, kernels, verify, maps)
             self._staging = staging = new_staging(carrier, staging_slots(self._slots, slot_bytes), device)
             *regions, staged = carrier.register([*pool.buffers, staging])
             pools = ReadPools(pool, movers, verify)

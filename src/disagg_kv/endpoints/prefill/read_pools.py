@@ -39,10 +39,11 @@ class ReadPools:
             return self._converted.keep(spec, ConvertedPool(self._pool, spec)) if found is None else found
 
     def warm(self, spec: CacheSpec, mapped: MappedPool | None) -> None:
-        """Compile what requests of a peer with this spec need, so that none of them waits. Blocks; on any thread.
+        """Compile what only this peer's requests need, so that none of them waits. Blocks; on any thread.
 
-        That is the copies into its mapped pool, or else the gathers, which are ready unless they convert. The same for
-        checksums, where this side wants segments compared.
+        For our own spec all is compiled since the start, unless the mapped pool is aligned worse than ours. Its table
+        is brought to the GPU. For another spec, conversions are compiled: copies into the mapped pool, or else
+        gathers; and checksums, where this side wants segments compared.
         """
         kernels, pool = self._kernels, self.of(spec)
         if not isinstance(kernels, SupportsWarmUp):
