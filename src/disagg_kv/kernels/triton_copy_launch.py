@@ -133,6 +133,6 @@ class CopyLauncher(Host):
 
 def bits_of(source: PagedMemory, target: PagedMemory) -> int:
     """Addresses and strides of the target's planes that both pools have, or'ed."""
-    held = {(plane.layer, plane.component) for plane in source.site.planes}
-    shared = [i for i, plane in enumerate(target.site.planes) if (plane.layer, plane.component) in held]
+    ours = {(plane.layer, plane.component) for plane in source.site.planes}
+    shared = [i for i, plane in enumerate(target.site.planes) if (plane.layer, plane.component) in ours]
     return int(np.bitwise_or.reduce(Planes(target).words[shared, :4], axis=None))

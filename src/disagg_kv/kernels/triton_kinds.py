@@ -150,7 +150,6 @@ def shapes(
         cells: True: a piece is one cell, as in checksums.
     """
     site, mine = pool.site, kinds_of(pool).planes(kind)
-    held = [site.planes[number] for number in mine]
     if other is None:
         other = WIDEST
         for plane in site.planes:
@@ -166,7 +165,8 @@ def shapes(
     least = _lowest(worst | other | int(np.bitwise_or.reduce(unit_bytes)) | 16)
     beside = unit_stride == unit_bytes
     bits = (first | np.where(beside, 0, unit_stride) | 16).tolist()
-    counts = [sum(map(len, site.shard.units(plane.layer, plane.component))) for plane in held]
+    named = [(site.planes[number].layer, site.planes[number].component) for number in mine]
+    counts = [sum(map(len, site.shard.units(*one))) for one in named]
     most_units = np.where(beside & (not cells), counts, 1).tolist()
     return {
         Shape.of_runs(aligned, run, tile_bytes)

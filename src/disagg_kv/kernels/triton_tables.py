@@ -61,9 +61,9 @@ class Shape:
 
     @classmethod
     def of_runs(cls, bits: int, longest: int, tile_bytes: int) -> Shape:
-        """The widest access that addresses, strides and lengths allow, or'ed in ``bits``, and not yet any tiles.
+        """The widest access that addresses, strides and lengths allow, or'ed in ``bits``; tiles are not counted yet.
 
-        A tile is as wide as the ``longest`` run of so many bytes.
+        A tile is as wide as a run of ``longest`` bytes needs.
         """
         aligned, elements = (bits | 16) & -(bits | 16), tile_bytes // 8
         columns = columns_of(longest // min(aligned, 8), elements)
