@@ -15,8 +15,8 @@ The last part holds ``staged`` against ``slice`` over NIXL: 1,024 tokens, final 
     python benchmarks/gpu_transfer.py --transports cuda_ipc --tp "1->1" "1->2" "1->4" --strategies staged mapped \
         --pages 64 16 --whole --mib 32 128 256 1024 --ring-mib 1024 --slots 8 --slice-repeats 0
 
-``--busy`` lets the engine's threads compute in Python meanwhile.
-``--decode-load`` lets decode ranks run decode-like steps, whose times are in the result, p50 and p95. ``--programs`` bounds what a copy into mapped pages takes of the GPU.
+``--busy`` lets the engine's threads compute in Python meanwhile. ``--decode-load`` lets decode ranks run decode-like
+steps, whose times are in the result, p50 and p95. ``--programs`` bounds what a copy into mapped pages takes of the GPU.
 ``--wire`` emulates a network of a chosen speed, for the transfers alone.
 """
 

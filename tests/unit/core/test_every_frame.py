@@ -414,7 +414,8 @@ def test_no_decision_of_rank_0_brings_a_room_a_success_that_it_did_not_vote_for(
         if frame.ok and True not in votes:
             (end,) = (effect.decided for effect in effects if isinstance(effect, Outcome))
             assert (end.ok, end.reason) == (False, "rank 0 decided a success that rank 1 has not voted for")
-            assert [effect.frame.ok for effect in effects if isinstance(effect, Send)] == [False]
+            against = [effect.frame for effect in effects if isinstance(effect, Send)]
+            assert [isinstance(vote, Vote) and vote.ok for vote in against] == [False]
             assert one.undecided == 0
             assert one.on_decision(frame, 1.0) == [], "rank 0 insists"
             assert one.next_at() is None
