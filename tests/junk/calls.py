@@ -155,7 +155,8 @@ def plain(name: str, function: Callable[..., object], good: dict[str, object], /
 
 ENDPOINT = {
     "pool": "thing", "transport": "thing or none", "channel": "thing", "rendezvous": "thing", "instance": "name",
-    "rank": "count", "shards": "things or none", "strategy": "thing", "verify": "thing", "options": "thing or none",
+    "rank": "count", "shards": "things or none", "strategy": "thing", "verify": "thing", "verdict": "thing",
+    "options": "thing or none",
     "kernels": "thing or none", "observer": "thing or none", "environment": "thing or none",
 }  # fmt: skip
 
@@ -167,7 +168,8 @@ def _endpoint(bench: Bench) -> dict[str, object]:
     return {
         "pool": PagedPool.allocate(SPEC, shard(SPEC), pages=2, page_size=4), "transport": made,
         "channel": InprocChannel(bench.rig.hub, number.decode()), "rendezvous": StaticRendezvous(), "instance": "X",
-        "rank": 0, "shards": None, "strategy": "auto", "verify": "off", "options": Options(), "kernels": None,
+        "rank": 0, "shards": None, "strategy": "auto", "verify": "off", "verdict": Elected,
+        "options": Options(), "kernels": None,
         "observer": None, "environment": Environment(clock=bench.rig.clock, thread=False, engine=False),
     }  # fmt: skip
 

@@ -144,7 +144,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("what was prepared in vain is not given back",
            LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",
-           RECEIVE + "_check_placed", "if not all(w.complete for w in writers) or self.inbound.scattering:",
+           RECEIVE + "_check_placed", "if self.inbound.scattering or not (done or known):",
            "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.PLACED\n"
            "        self._out.append(CastVote(True, ''))\n    if True:"),
     Mutant("a room is judged when all are done, although notices are missing",

@@ -156,22 +156,6 @@ def test_verification_is_measured_beside_the_same_without(capsys: pytest.Capture
     assert "slice takes" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("2", "1"), ("1", "2")])
-def test_flags_are_measured_beside_the_same_without(
-    capsys: pytest.CaptureFixture[str], prefill: str, decode: str
-) -> None:
-    """Decode's engines know from flags only where they may ring; several of them agree by words."""
-    found = bench(
-        capsys, "--transport", "inproc", "--prefill-tp", prefill, "--decode-tp", decode, "--strategies", "mapped",
-        "--flags",
-    )  # fmt: skip
-    assert list(found["strategies"]) == ["mapped", "mapped, flags"]
-    silent, heard = found["strategies"].values()
-    assert silent["flags"] == 0 <= heard["flags"] <= 1
-    gain = silent["phases"]["total"]["p50"] / heard["phases"]["total"]["p50"]
-    assert found["flags_gain"] == {"mapped": pytest.approx(gain)}
-
-
 def test_steps_of_decode_are_measured_beside_transfers_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     found = bench(
         capsys, "--transport", "inproc", "--prefill-tp", "1", "--decode-tp", "2", "--strategies", "mapped",

@@ -108,7 +108,7 @@ def test_a_room_that_moves_and_one_that_failed_are_shown(folder: Path) -> None:
     with endpoints() as (sender, receiver), StatusSocket(receiver, folder) as one:
         room = RoomId(b"room")
         reception, delivery = receiver.open(room, Source("P")), sender.open(room)
-        reception.expect(Expectation(TOKENS, TABLE))
+        reception.expect(Expectation(None, TABLE))
         delivery.send_chunk(TOKENS, TABLE)
         until(lambda: reception.report.nbytes == NBYTES)
         until(lambda: read_status(one.path)["rooms"][0]["bytes"] == NBYTES)

@@ -126,7 +126,7 @@ class RoomFlags:
         return room.flags
 
     def follow(self, room: DecodeRoom) -> None:
-        """An event of a room was handled: from now on its flags are looked at, or are not any more."""
+        """An event of a room was handled: from now on its flags are read, or are not any more."""
         moving = room.machine.moving
         if not room.flags or moving == (room.flags[0][0] // BLOCK in self._lines):
             return
