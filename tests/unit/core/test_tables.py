@@ -33,7 +33,6 @@ from disagg_kv.core import (
     WriteFailed,
     Wrote,
 )
-from disagg_kv.core.room.diagram import diagram
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.room.machine import Machine
 from disagg_kv.core.room.tables import Table
@@ -56,6 +55,7 @@ from disagg_kv.core.wire.frames import (
 )
 from disagg_kv.errors import LocalProtocolError, RemoteProtocolError
 from disagg_kv.ids import Epoch, Generation, RoomId
+from tests.support.diagram import diagram
 
 TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, Done, Abort, Drained}
 TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, Complete, Abort, AbortAck, DrainedAck}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .tables import Table
+from disagg_kv.core.room.tables import Table
 
 
 def diagram(table: Table, start: Enum) -> str:
