@@ -11,7 +11,7 @@ from attrs import evolve
 import disagg_kv
 from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
-from disagg_kv.core import Options
+from disagg_kv.core import Elected, Options
 from disagg_kv.endpoints import (
     Environment,
     Expectation,

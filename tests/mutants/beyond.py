@@ -10,15 +10,17 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from disagg_kv.core.wire.frames import WireTable
+from disagg_kv.transports import ShmTransport
 from tests.unit.core import test_page_runs as runs
 from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_edges as edges
 from tests.unit.endpoints import test_flags as flags
+from tests.unit.endpoints import test_last_words as last_words
 from tests.unit.endpoints import test_path_choice as choice
 from tests.unit.endpoints import test_waits_for_peers as waits
 
-from .bugs import CHOICE, COPIES, FLAGS, MOVER, TABLES
+from .bugs import CHOICE, COPIES, FLAGS, LOOP, MOVER, TABLES
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
@@ -95,5 +97,15 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a rank that sends nothing has a say",
             CHOICE + "choose", "if intake.parts[rank]", "if True"),
      partial(choice.test_a_rank_that_sends_nothing_here_has_no_say, choice.SPEC)),
+    (Mutant("an endpoint closes without a word", LOOP + "stop", "self.peers.epochs()", "()"),
+     partial(last_words.closes_everywhere, "decode", "mapped", ShmTransport)),
+    (Mutant("that prefill has closed is no evidence", LOOP + "_on_closed", "self._gone(epoch)", "pass"),
+     partial(last_words.closes_everywhere, "prefill", "mapped", ShmTransport)),
+    (Mutant("a copy that is in flight when its endpoint closes counts as ended",
+            LOOP + "stop", "not self.peer_registry.holding", "True"),
+     last_words.test_a_copy_in_flight_is_no_end),
+    (Mutant("an endpoint that broke says that it has closed",
+            LOOP + "stop", "self.failures.broken is None and ", ""),
+     last_words.test_what_an_interrupt_left_open_is_no_end),
 )  # fmt: skip
 """Each with the test that finds it, which needs no fixture."""

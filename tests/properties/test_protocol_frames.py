@@ -134,6 +134,7 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.Return, segment=boxes, ask=numbers),
     room_frame(f.Returned, segment=boxes, ask=numbers),
     st.builds(f.Superseded, **between, address=names),
+    st.builds(f.Parted, **between, closed=st.booleans()),
 )
 codec = Codec()
 

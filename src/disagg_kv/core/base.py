@@ -222,7 +222,7 @@ class Lost:
 
 @frozen
 class Gone:
-    """Evidence: the peer's process has ended and its last writes have landed, or it is fenced."""
+    """Evidence: the peer has closed, its process has ended and its last writes have landed, or it is fenced."""
 
     peer: Epoch
 

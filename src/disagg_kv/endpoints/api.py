@@ -105,8 +105,8 @@ class PeerInfo:
         instance, rank, address, epoch, host, pid: as the peer introduced itself.
         state: ``connected``; ``idle``: no room uses it, so it gets and sends no heartbeats; ``silent``: it missed
             heartbeats; ``parted``: its link was dropped, as no room used it, and the next room makes it again;
-            ``lost``; ``ended``: its process was seen or confirmed to have ended, and its last writes may
-            still land.
+            ``lost``; ``ended``: it has closed, or its process was seen or confirmed to have ended, and its last writes
+            may still land.
         silent_s: seconds since its last frame; infinite: not known any more.
         ring_bytes: on decode, bytes of ring leases of failed rooms that the peer may still write to. A lease that waits
             for several peers counts for each.
@@ -496,7 +496,8 @@ class Sender(Protocol):
     def close(self, drain_s: float = 5.0) -> None:
         """Abort the open rooms, wait at most ``drain_s`` seconds for writes in flight, and stop.
 
-        A second call is harmless.
+        Peers learn it at once. Memory of theirs is theirs again, unless a write or copy is then still in flight: that
+        they wait for until this process has ended. A second call is harmless.
 
         Raises:
             LocalProtocolError: the endpoint's own thread calls, for example in an event; nothing is closed.

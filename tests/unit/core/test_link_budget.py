@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from math import inf
 
+import attrs
 import pytest
 
 from disagg_kv.core import (
     VERSION,
     Forget,
     Hello,
+    KnownPeer,
     Links,
     Lost,
     Options,
@@ -58,6 +60,12 @@ def tick(a: PeerTable, now: float) -> list[PeerEffect]:
     effects = a.tick(now)
     a.check_integrity()
     return [e for e in effects if not (isinstance(e, SendTo) and isinstance(e.frame, Hello))]
+
+
+def known(a: PeerTable, n: int) -> KnownPeer:
+    found = a.known(epoch(n))
+    assert found is not None
+    return found
 
 
 def unlinked(effects: list[PeerEffect]) -> list[Epoch]:
@@ -163,6 +171,17 @@ def test_a_peer_that_parts_loses_its_link_here_unless_a_room_uses_it() -> None:
         assert a.on_frame(Parted(src=epoch(n), dst=ME), 1.1) == (True, []), "again, and late"
     a.check_integrity()
     assert len(a.links) == 1
+
+
+def test_a_peer_that_closes_is_not_parted() -> None:
+    """It never returns: whoever has the table says that it is lost, also where it is parted or lost already."""
+    a = parted()
+    meet(a, 4)
+    a.lose(epoch(4), TransportError("its link broke"))
+    for n in (2, 3, 4):
+        before = attrs.asdict(peer := known(a, n))
+        assert a.on_frame(Parted(src=epoch(n), dst=ME, closed=True), 3.0) == (True, [])
+        assert attrs.asdict(peer) | {"last_frame_at": before["last_frame_at"]} == before
 
 
 def test_a_frame_to_a_parted_peer_opens_a_connection_that_is_dropped_again() -> None:

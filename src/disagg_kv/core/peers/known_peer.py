@@ -31,7 +31,7 @@ class KnownPeer:
         shut_for: the reason of ``shut``.
         lost: it is silent, was reported lost, or is not in the table any more.
         lost_at: when it was lost.
-        ended: its process has ended: observed, or confirmed by an operator.
+        ended: it has closed, or its process has ended: observed, or confirmed by an operator.
         parted: its link was dropped, see :mod:`.links`; it is neither lost nor in use.
         forget_at: when the channel forgets the address of a parted life: its last frame has left by then.
     """

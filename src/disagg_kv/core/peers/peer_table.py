@@ -331,7 +331,8 @@ class PeerTable(PeerLives):
             return True, [] if isinstance(frame, ENDINGS) else self._tell_shut(peer, now)
         peer.last_frame_at, peer.proved = now, True
         if isinstance(frame, Parted):
-            return True, self._part(epoch, now, notify=False) if peer.there and epoch not in self._users else []
+            parts = peer.there and epoch not in self._users and not frame.closed
+            return True, self._part(epoch, now, notify=False) if parts else []
         self.links.heard(epoch, now)
         effects = [] if peer.there else self._link_again(epoch, peer, now)
         if not peer.there:

@@ -7,10 +7,11 @@ given the room's pages. :class:`~disagg_kv.core.room.receive_room.ReceiveRoom` f
 
 Memory comes back on evidence only. A lease is reusable when no scatter reads it, no staged byte is needed, and each
 writer that has its grant has announced its part, returned the grant, or is proved to write nothing more. The proof is
-``Drained``, a fence of the transport, or the end of its process and ``drain_s`` after it. A lost connection proves
-nothing. :meth:`~disagg_kv.core.room.inbound.InboundSegment.reusable` holds that rule, and only
-:meth:`DrainingRoom._release` asks it. A lease that no writer knows is freed at once: ``_on_leased_late``. Exposed pages
-follow the same rule by room: :attr:`DrainingRoom.released` says when the engine may free them.
+``Drained``, the last frame of an endpoint that closes, a fence of the transport, or the end of its process and
+``drain_s`` after it. A lost connection proves nothing. :meth:`~disagg_kv.core.room.inbound.InboundSegment.reusable`
+holds that rule, and only :meth:`DrainingRoom._release` asks it. A lease that no writer knows is freed at once:
+``_on_leased_late``. Exposed pages follow the same rule by room: :attr:`DrainingRoom.released` says when the engine may
+free them.
 """
 
 from __future__ import annotations

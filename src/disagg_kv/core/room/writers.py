@@ -21,7 +21,7 @@ class Writer:
         lane: what carries its writes; None: neither its ``Expected`` nor its ``Done`` has come.
         done: its ``Done``.
         drained: it has sent ``Drained``.
-        gone: its process has ended, and its last writes have landed.
+        gone: it has closed, or its process has ended, and its last writes have landed.
         lost: it is lost, which is no evidence that it writes nothing more.
         open: segments that it has requested and not announced.
         arrived: segments that it has announced.

@@ -381,7 +381,9 @@ class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
 
 class Parted(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=21):
-    """The sender has dropped its link: no room there uses the receiver. It knows the receiver still."""
+    """The sender has dropped its link, but knows the receiver. ``closed``: it has closed, reads and writes no more."""
+
+    closed: bool = False
 
 
 AnyFrame = (

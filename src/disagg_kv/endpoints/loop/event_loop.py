@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from math import inf
 
@@ -34,7 +34,7 @@ from ...core import (
     Up,
     Verdict,
 )
-from ...core.wire.frames import Decision, Expect, Refused, RoomFrame, Superseded, Vote
+from ...core.wire.frames import Decision, Expect, Parted, Refused, RoomFrame, Superseded, Vote
 from ...errors import (
     DisaggKVError,
     PeerLostError,
@@ -59,7 +59,7 @@ from ..peers.peer_registry import PeerRegistry
 from ..peers.process_monitor import ProcessMonitor
 from ..peers.succession import Succession, found_before
 from .budget import BUDGET_S, MOST, Budget
-from .failures import Broken, Failures
+from .failures import Failures
 from .idle import IDLE_S, TARGET_S, IdlePolicy, Rest
 from .inspection import LoopInspection
 from .pauses import Pauses
@@ -389,8 +389,18 @@ class EventLoop:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
             if not self.connections.hold(frame, nbytes, self.side.on_frame):
                 self.side.on_frame(frame)
+        elif isinstance(frame, Parted) and frame.closed:
+            if not self.connections.hold(frame, nbytes, self._on_closed):
+                self._on_closed(frame)
         else:
             self.siblings.beat(Epoch(frame.src))
+
+    def _on_closed(self, frame: Parted) -> None:
+        """A peer has closed. What it wrote has landed; what is written to it ends by the reports of our transport."""
+        epoch = Epoch(frame.src)
+        self.lose(epoch, self._lost(epoch, "it has closed"), ended=True)
+        if self.me.role == "decode":
+            self._gone(epoch)
 
     def _on_transport(self, event: WriteEnded | Settled | PeerEvent) -> None:
         if not isinstance(event, PeerEvent):
@@ -575,15 +585,21 @@ class EventLoop:
             self.tombstones.remember(epoch, key.generation, ended)
 
     def stop(self, drain_s: float) -> None:
-        """Close channel, transport and watches within ``drain_s``; each is closed whatever the others raise."""
+        """Close channel, transport and watches within ``drain_s``; each is closed whatever the others raise.
+
+        Peers learn that first, unless a write or copy of ours may still be in flight: nothing begins any more.
+        """
         until = self.clock() + drain_s
         with ExitStack() as last:
             last.callback(self.directory.close, until)
             last.callback(self.channel.close)
             last.callback(self._process_monitor.close)
             last.callback(self.connections.close, until, partial(self._close_transport, until))
-            with suppress(Broken):
-                self._guard(self.flush)
+            # An endpoint that broke may have been interrupted in a write that it does not know of.
+            if self.failures.broken is None and (self.me.role == "decode" or not self.peer_registry.holding):
+                for epoch in self.peers.epochs():
+                    self.send(Send(epoch, Parted(src=self.me.epoch, dst=epoch, closed=True)))
+            self.flush()
 
     def _close_transport(self, until: float) -> None:
         try:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from attrs import define, field, frozen
 
-from ...core import Hello, Options, RoomFrame
+from ...core import Frame, Hello, Options
 from ...core.peers.peer_effects import Up
 from ...core.room.machine import ours
 from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, TransportError, text_of, without_frames
@@ -30,7 +30,7 @@ from .background import Background
 from .limited_log import LimitedLog
 from .mapping import UNMAPPED, Mapping
 
-F = TypeVar("F", bound=RoomFrame)
+F = TypeVar("F", bound=Frame)
 log = logging.getLogger("disagg_kv")
 
 CONNECT_S = 10.0
