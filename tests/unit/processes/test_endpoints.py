@@ -132,6 +132,34 @@ def test_a_prefill_process_that_is_killed_while_it_copies_leaves_no_byte_in_page
     arrived(others, decode, {b"next": TOKENS})
 
 
+@pytest.mark.parametrize("carrier", TRANSPORTS[1:])
+def test_no_page_waits_for_a_killed_prefill_process_that_has_not_mapped_it(cluster: Cluster, carrier: str) -> None:
+    """By default, a transport that maps nothing writes to the ring alone: that waits for the drain bound, pages do not.
+
+    Writes are in flight when prefill is killed. A busy host may be late, but not each time.
+    """
+    (decode,) = cluster.start("decode", "D", knobs=Knobs("auto", transport=carrier, drain_s=3600.0))
+    took = []
+    for number in range(3):
+        name, first, room = f"P{number}", b"first %d" % number, b"killed %d" % number
+        (dying,) = cluster.start("prefill", name, knobs=Knobs("auto", transport=carrier, held_from=1))
+        decode.ask("expect", first, name, 16)
+        dying.ask("begin", first, 16)
+        dying.ask("send", first, 0, 16, True)
+        assert decode.until(first, lambda look: look.released).phase == "DONE"
+        decode.ask("expect", room, name, TOKENS)
+        dying.ask("begin", room, TOKENS)
+        dying.ask("send", room, 0, TOKENS, True)
+        writing(dying)
+        dying.kill()
+        began = time.monotonic()
+        look = decode.until(room, lambda look: look.released)
+        took.append(time.monotonic() - began)
+        assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
+        assert decode.ask("quarantined") > 0
+    assert min(took) <= 0.5, took
+
+
 def test_a_decode_process_that_is_killed_during_a_copy_frees_no_page_before_its_end(cluster: Cluster) -> None:
     """The mapping outlives its owner: prefill's pages are read until the copy ends, and nothing crashes."""
     (prefill,) = cluster.start("prefill", "P", 1, Knobs(path="mapped", copying=True, options=QUICK))
