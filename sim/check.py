@@ -392,6 +392,10 @@ class Checks:
         if node.overdue > OVERDUE:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
         there = view.loop.peers.epochs()
+        peers = view.loop.peers
+        kept = [e for e in node.loop.connections.linked() if peers.known(e) is None and not peers.in_use(e)]
+        if kept and (peers.next_at() or inf) > node.loop.now and not node.failing:
+            self._fail("I3", f"{node.address}: still linked to {len(kept)} forgotten lives that no room uses")
         lost = [epoch for epoch in view.loop.remotes if epoch not in there]
         if lost and not node.failing:
             self._fail("I4", f"{node.address}: new rooms may be bound to {len(lost)} peers that are lost")

@@ -277,6 +277,7 @@ class Rig:
         *,
         only: Iterable[int] | None = None,
         at: str | None = None,
+        life: Incarnation | None = None,
         **more: Unpack[PrefillOptions],
     ) -> Prefills:
         """An instance of prefill ranks, or ``only`` some of them, ``at`` other addresses than those of its name."""
@@ -296,7 +297,7 @@ class Rig:
                 rank=rank,
                 shards=shards,
                 observer=observer,
-                environment=self._environment(),
+                environment=self._environment(life),
                 **more,
             )
             made.append(self._member(endpoint, _seen(pool), transport, channel, observer))

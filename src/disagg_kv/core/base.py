@@ -63,7 +63,8 @@ class Options:
         parked_pages: page ids that they may name together.
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
-            only introduced itself, or else of one that no room depends on; if there is none, it is refused by name.
+            only introduced itself, or else of one that no room depends on; if there is none, it is refused by name. One
+            for which memory here waits for evidence keeps its place.
         link_bytes: bytes of memory for the connections to peers. Above it, the connections that were not used for the
             longest time are dropped. Rooms that need more get more.
         link_descriptors: the same in file descriptors; None: four fifths of what the process may have, less 256 for all

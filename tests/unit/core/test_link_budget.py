@@ -6,6 +6,7 @@ from math import inf
 
 import attrs
 import pytest
+from msgspec import structs
 
 from disagg_kv.core import (
     VERSION,
@@ -284,3 +285,38 @@ def test_a_peer_that_is_refused_for_want_of_a_link_is_not_remembered_as_one_that
     a.release(epoch(3))
     assert a.on_frame(Heartbeat(src=epoch(2), dst=ME), 4.0)[0]
     assert (a.at("p2"), a.useless_at("p2", 4.0)) == (epoch(2), None)
+
+
+def test_a_life_that_takes_the_address_of_a_parted_one_and_gets_no_link_leaves_the_table_whole() -> None:
+    """The parted one is retired, the other one is refused: nothing is known at the address until a link is free."""
+    a, other = full(), structs.replace(hello(9), address="p2")
+    assert not any(isinstance(e, Up) for e in a.on_hello(other, 2.0))
+    assert a.at("p2") is None
+    a.on_closed("p2", 2.1)
+    a.on_opened("p2")
+    tick(a, 3.0)
+    a.release(epoch(3))
+    assert Up(other) in a.on_hello(other, 9.0)
+    a.check_integrity()
+
+
+def test_a_life_that_is_forgotten_while_rooms_use_it_is_unlinked_when_they_end() -> None:
+    """Not before: its process is watched, and its link is there, as long as evidence about it is awaited."""
+    a = table(16)
+    meet(a, 2)
+    a.use(epoch(2), 0.1)
+    other = structs.replace(hello(9), address="p2")
+    effects = a.on_hello(other, 1.0)
+    assert [e.peer for e in effects if isinstance(e, Lost)] == [epoch(2)]
+    assert unlinked(effects) == []
+    a.use(epoch(2), 1.1)
+    a.release(epoch(2))
+    assert unlinked(tick(a, 2.0)) == []
+    a.release(epoch(2))
+    a.use(epoch(2), 2.1)
+    assert unlinked(tick(a, 3.0)) == []
+    a.release(epoch(2))
+    due = a.next_at()
+    assert due is not None
+    assert due <= 3.0
+    assert unlinked(tick(a, 3.0)) == [epoch(2)]

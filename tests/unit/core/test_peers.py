@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from disagg_kv.core import VERSION, Forget, Greeted, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
+from disagg_kv.core import VERSION, Forget, Greeted, Hello, Lost, Options, PeerTable, SendTo, Unlink, Unreachable, Up
 from disagg_kv.core.peers.known_peer import FORGET_AFTER
 from disagg_kv.core.peers.peer_effects import PeerEffect
 from disagg_kv.core.peers.refusals import MAX_REFUSED, Answers
@@ -186,8 +186,9 @@ def test_our_own_hello_is_no_peer() -> None:
 def test_another_life_at_the_address_retires_the_first_for_ever() -> None:
     """A restarted peer under its old address; a retired epoch never returns."""
     a = met()
-    lost, up, answer = a.on_hello(hello(epoch(3), b"", "b", born=2), 1.0)
+    lost, unlink, up, answer = a.on_hello(hello(epoch(3), b"", "b", born=2), 1.0)
     assert losses([lost])[0][0] == epoch(2)
+    assert unlink == Unlink(epoch(2))
     assert isinstance(up, Up)
     assert isinstance(answer, SendTo)
     assert a.at("b") == epoch(3)
@@ -200,7 +201,7 @@ def test_a_life_that_was_lost_already_is_not_lost_again_when_its_address_is_take
     a = met()
     a.lose(epoch(2), PeerLostError("seen"))
     effects = a.on_hello(hello(epoch(3), epoch(1), "b"), 1.0)
-    assert [type(e) for e in effects] == [Up]
+    assert [type(e) for e in effects] == [Unlink, Up]
 
 
 def test_a_late_hello_of_an_older_life_does_not_take_the_address_back() -> None:
@@ -295,7 +296,7 @@ def test_where_a_connection_is_restored_another_life_may_listen_so_it_is_greeted
     assert isinstance(sent.frame, Hello)
     answer = next(e.frame for e in restarted.on_hello(sent.frame, 1.2) if isinstance(e, SendTo))
     assert isinstance(answer, Hello)
-    assert [type(e) for e in a.on_hello(answer, 1.3)] == [Lost, Up]
+    assert [type(e) for e in a.on_hello(answer, 1.3)] == [Lost, Unlink, Up]
     assert a.at("b") == epoch(3)
 
 
@@ -546,6 +547,21 @@ def test_a_peer_in_use_keeps_its_place() -> None:
     a.release(epoch(102))
     a.on_hello(hello(epoch(50), b"", "new"), 4.0)
     assert set(a.epochs()) == {epoch(n) for n in (100, 101, 103, 50)}
+
+
+def test_a_lost_peer_that_a_room_uses_keeps_its_place() -> None:
+    """Memory may wait for evidence about it: it makes room once no room uses it, and nothing is left of it then."""
+    a = crowd()
+    for n in range(4):
+        a.use(epoch(100 + n), 0.5)
+    a.lose(epoch(102), TransportError("gone"))
+    effects = a.on_hello(hello(epoch(50), b"", "new"), 2.0)
+    assert not any(isinstance(e, Up | Unlink) for e in effects)
+    assert a.known(epoch(102)) is not None
+    a.release(epoch(102))
+    effects = a.on_hello(hello(epoch(50), b"", "new"), 4.0)
+    assert [type(e) for e in effects] == [Unlink, Forget, Up, SendTo]
+    assert effects[0] == Unlink(epoch(102))
 
 
 def test_the_lost_make_room_before_anybody_else() -> None:

@@ -3,7 +3,8 @@
 **Bound.** Any process may send a ``Hello``, so the number of peers is bounded. Lost peers make room first, then peers
 that have never named our epoch: the address in their ``Hello`` is not proved. Then follow peers that are not in use,
 the one with the oldest frame first; those that are parted count as lost. Such a peer may return: its address is
-remembered, and its next frame is answered with a ``Hello``.
+remembered, and its next frame is answered with a ``Hello``. A peer that a room uses makes no room, lost or not: the
+room may wait for evidence about it. Of any other life that is forgotten nothing is left between it and the transport.
 """
 
 from __future__ import annotations
@@ -100,9 +101,14 @@ class PeerLives:
         there = self._peers[epoch]
         return not there.ended and is_older(hello, there.hello)
 
-    def _drop(self, epoch: Epoch, *, retire: bool) -> KnownPeer:
-        """Forget a life. A retired life never returns, and neither does one whose process has ended."""
+    def _drop(self, epoch: Epoch, *, retire: bool) -> list[PeerEffect]:
+        """Forget a life, and its link, unless rooms use it: what it may still write to waits for evidence about it.
+
+        A retired life never returns, and neither does one whose process has ended.
+        """
         peer = self._peers.pop(epoch)
+        if self._at.get(peer.hello.address) == epoch:
+            del self._at[peer.hello.address]
         self._timers.schedule(epoch, None)
         self.links.close(epoch)
         peer.lost = True
@@ -110,7 +116,7 @@ class PeerLives:
             self._retired[epoch] = None
             while len(self._retired) > self.MAX_RETIRED:
                 self._retired.popitem(last=False)
-        return peer
+        return [] if epoch in self._users else [Unlink(epoch)]
 
     def _make_room(self, now: float, out: list[PeerEffect]) -> bool:
         """Make room for a peer: forget one that is lost, else unproved, else not in use; False: there is none."""
@@ -126,31 +132,24 @@ class PeerLives:
             peer = self._peers.get(epoch)
             if peer is None or self._rank(epoch, peer) == IN_USE:
                 continue
-            there, parted = peer.there, peer.parted
-            forget = self._displace(epoch)
-            if there:
+            if peer.there:
                 out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another", **peer.who)))
-            elif parted:
-                out.append(Unlink(epoch))
-            out.append(forget)
+            out += self._displace(epoch, peer)
             return True
         return False
 
-    def _displace(self, epoch: Epoch) -> Forget:
+    def _displace(self, epoch: Epoch, peer: KnownPeer) -> list[PeerEffect]:
         """Forget a life but for its address: its next frame is answered with a ``Hello``."""
-        address = self._drop(epoch, retire=False).hello.address
-        if self._at.get(address) == epoch:
-            del self._at[address]
-        self._displaced[epoch] = address
+        self._displaced[epoch] = peer.hello.address
         while len(self._displaced) > self.MAX_RETIRED:
             self._displaced.popitem(last=False)
-        return Forget(address)
+        return [*self._drop(epoch, retire=False), Forget(peer.hello.address)]
 
     def _rank(self, epoch: Epoch, peer: KnownPeer) -> int:
         """The order in which peers make room."""
-        if not peer.there:
-            return 0
-        return IN_USE if epoch in self._users else 1 + peer.proved
+        if epoch in self._users:
+            return IN_USE
+        return 1 + peer.proved if peer.there else 0
 
     def _schedule(self, epoch: Epoch, peer: KnownPeer, least: float = -inf) -> None:
         """Set when something may be due for a peer; a frame that arrives before only postpones it."""

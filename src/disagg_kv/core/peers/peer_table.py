@@ -108,6 +108,8 @@ class PeerTable(PeerLives):
         if (peer := self._peers.get(epoch)) is not None:
             peer.used_since = None
             self.links.release(epoch, self._now, lost=peer.lost)
+        else:
+            self._timers.schedule(epoch, self._now)  # it was forgotten while rooms used it: its link goes now
 
     def dialled(self, address: str) -> bool:
         """Whether an address gets ``Hello`` until an endpoint answers."""
@@ -256,11 +258,10 @@ class PeerTable(PeerLives):
         old = self._at.get(address)
         if old is None or old == epoch:
             return []
-        was_there, was_lost = self._peers[old].there, self._peers[old].lost
-        peer = self._drop(old, retire=True)
-        if not was_there:
-            return [] if was_lost else [Unlink(old)]
-        return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address", **peer.who))]
+        peer, out = self._peers[old], list[PeerEffect]()
+        if peer.there:
+            out.append(Lost(old, PeerLostError(f"{peer.name}: another life has taken its address", **peer.who)))
+        return out + self._drop(old, retire=True)
 
     def _make_link(self, epoch: Epoch, now: float, out: list[PeerEffect]) -> bool:
         """Make room for a link to a life, unless it has one; False: rooms use as many as there may be."""
@@ -274,7 +275,7 @@ class PeerTable(PeerLives):
         """Drop the link of a life that no room uses; a lost one is forgotten but for its address."""
         peer, self.links.dropped = self._peers[epoch], self.links.dropped + 1
         if peer.lost:
-            return [Unlink(epoch), self._displace(epoch)]
+            return self._displace(epoch, peer)
         self.links.close(epoch)
         peer.parted, peer.closed, peer.greet_until = True, None, -inf
         peer.forget_at = now + self._options.heartbeat_s if notify else inf
@@ -412,7 +413,10 @@ class PeerTable(PeerLives):
         while (surplus := self.links.surplus(now)) is not None:
             out += self._part(surplus, now)
         for epoch in self._timers.due(now + ROUNDING_S):
-            peer = self._peers[epoch]
+            peer = self._peers.get(epoch)
+            if peer is None:
+                out += [] if epoch in self._users else [Unlink(epoch)]
+                continue
             if peer.lost:
                 out += self._look_at_lost(epoch, peer, now)
             elif peer.parted:
@@ -427,10 +431,8 @@ class PeerTable(PeerLives):
     def _look_at_lost(self, epoch: Epoch, peer: KnownPeer, now: float) -> list[PeerEffect]:
         """Something may be due for a peer that is lost."""
         if now >= peer.forgotten_at(self._options):
-            self._drop(epoch, retire=False)
-            del self._at[peer.hello.address]
             self._dials.absent(peer.hello.address)
-            return [Forget(peer.hello.address)]
+            return [*self._drop(epoch, retire=False), Forget(peer.hello.address)]
         if peer.proved or peer.ended or now < peer.beaten + self._options.heartbeat_s:
             return []
         # It may not know us; then it cannot answer the requests of rooms that end.

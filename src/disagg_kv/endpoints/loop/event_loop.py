@@ -500,7 +500,8 @@ class EventLoop:
 
     def _on_unlink(self, epoch: Epoch) -> None:
         """No room uses a life: drop what there is for it but its entry in the table, if it has one still."""
-        self.observer.count("links.dropped")
+        if epoch in self.connections:
+            self.observer.count("links.dropped")
         self.side.on_parted(epoch)
         self.remotes.pop(epoch, None)
         self._unlink(epoch)
