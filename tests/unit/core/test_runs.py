@@ -106,7 +106,7 @@ def test_what_a_hello_unfolds_to_is_bounded_in_all(counts: list[int], ranks: boo
     spec = CacheSpec.kv(1, 1, 8, "float16")
     holdings = [WireHolding("k", ((0, count),), 0, 1, 1, 0, n + 1) for n, count in enumerate(counts)]
     told = [(one,) for one in holdings] if ranks else [tuple(holdings)]
-    says = "a shard that cannot be"
+    says = "layer .* in a Hello; at most 0 is allowed"
     if sum(counts) > MAX_HELD:
         says = f"{sum(counts)} layers of all holdings in a Hello; at most {MAX_HELD}"
     elif sum(counts) > MAX_ENTRIES and not ranks:

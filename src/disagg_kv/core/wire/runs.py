@@ -103,11 +103,11 @@ def layers_to_runs(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((run[0][1], len(run)) for run in (list(pairs) for _, pairs in runs))
 
 
-def layers_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """The layers; raises a RemoteProtocolError if they are more than ``MAX_ENTRIES``, or one is not below it."""
+def layers_from_runs(runs: Sequence[tuple[int, int]], below: int = MAX_ENTRIES) -> tuple[int, ...]:
+    """The layers; raises a RemoteProtocolError if they are more than ``MAX_ENTRIES``, or one is not ``below``."""
     check_total("layers", (count for _, count in runs))
-    if runs and (last := max(first + count for first, count in runs)) > MAX_ENTRIES:
-        raise RemoteProtocolError(f"layer {last - 1} in a Hello; at most {MAX_ENTRIES - 1} is allowed")
+    if runs and (last := max(first + count for first, count in runs)) > below:
+        raise RemoteProtocolError(f"layer {last - 1} in a Hello; at most {below - 1} is allowed")
     return tuple(layer for first, count in runs for layer in range(first, first + count))
 
 

@@ -84,7 +84,7 @@ def shards_from_wire(wire: Sequence[Sequence[WireHolding]], spec: CacheSpec) -> 
 def shard_from_wire(wire: Sequence[WireHolding], spec: CacheSpec) -> Shard:
     """The shard, checked against the spec."""
     check_total("layers of a rank's holdings", (count for h in wire for _, count in h.layers))
-    holdings = [(h, layers_from_runs(h.layers)) for h in wire]
+    holdings = [(h, layers_from_runs(h.layers, max(spec.layers, default=-1) + 1)) for h in wire]
     if any(len(set(layers)) < len(layers) for _, layers in holdings):
         raise RemoteProtocolError("a shard that cannot be: it names a layer twice")
     try:
@@ -122,7 +122,8 @@ def site_to_wire(site: Site) -> WireSite:
 
 
 def site_from_wire(wire: WireSite, spec: CacheSpec, shard: Shard) -> Site:
-    """The site, every plane checked against its buffer."""
+    """The site, every plane checked against its buffer. Those beyond what the shard holds are not even unfolded."""
+    check_total("planes", (count * len(pattern) for count, pattern in wire.planes), sum(len(h.layers) for h in shard))
     try:
         site = Site(
             spec,
