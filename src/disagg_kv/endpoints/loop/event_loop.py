@@ -349,7 +349,8 @@ class EventLoop:
 
     def _on_channel(self, event: News) -> None:
         if isinstance(event, Arrived):
-            self._on_frame(self.codec.decode(event.frame), event.key, len(event.frame))
+            frame = self.codec.decode(event.frame)
+            self._of_peer(Epoch(frame.src), partial(self._on_frame, frame, event.key, len(event.frame)))
             return
         match event:
             case Closed(address):
@@ -364,6 +365,19 @@ class EventLoop:
                 self.failures.warn(
                     f"{connections} connections and {messages} messages were refused at {self.me.address}"
                 )
+
+    def _of_peer(self, epoch: Epoch, act: Callable[[], None]) -> None:
+        """Act on what a peer has said. Whatever that raises ends this peer: the rooms of others are not concerned."""
+        try:
+            act()
+        except RemoteProtocolError:
+            raise
+        except Exception as exc:
+            name, address = self.peer_registry.name(epoch), self.peers.address(epoch)
+            error = self.failures.note(exc, f"rooms with {name}").about(name, **self.peer_registry.who(epoch))
+            self._peer_effects(self.peers.shut(epoch, error, self.now))
+            if address is not None:
+                self.side.on_unreachable(address, error)
 
     def _on_frame(self, frame: AnyFrame, key: str, nbytes: int) -> None:
         if key:
@@ -452,7 +466,7 @@ class EventLoop:
 
     def _take_links(self) -> None:
         for linked in self.connections.results():
-            self._guard(self._on_linked, linked)
+            self._guard(self._of_peer, linked.up.epoch, partial(self._on_linked, linked))
 
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
@@ -465,7 +479,7 @@ class EventLoop:
             self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
             self.side.on_up(self.remotes[up.epoch])
         for take_in in linked.frames:
-            self._guard(take_in)
+            self._guard(self._of_peer, up.epoch, take_in)
 
     def _unwatched(self, up: Up) -> DisaggKVError | None:
         """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.

@@ -78,14 +78,18 @@ class Failures:
 
     def unforeseen(self, exc: Exception) -> None:
         """No open room can be trusted any more; if not even that can be handled, the endpoint ends."""
-        self._errors.say(logging.ERROR, "an endpoint met an error that it did not foresee; its open rooms fail", exc)
+        try:
+            self._end_rooms(self.note(exc, "its open rooms"))
+        except Exception as second:
+            raise Broken(self._broken_by(second)) from second
+
+    def note(self, exc: Exception, rooms: str) -> DisaggKVError:
+        """Say that these rooms fail for an error that was not foreseen; returns why."""
+        self._errors.say(logging.ERROR, f"an endpoint met an error that it did not foresee; {rooms} fail", exc)
         self._observer.count("errors.unforeseen")
         error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
         error.__cause__ = exc
-        try:
-            self._end_rooms(error)
-        except Exception as second:
-            raise Broken(self._broken_by(second)) from second
+        return error
 
     def _broken_by(self, exc: BaseException) -> EndpointBrokenError:
         error = EndpointBrokenError(f"endpoint {self._name} is broken: {text_of(exc)}")
