@@ -258,10 +258,9 @@ class PeerTable(PeerLives):
         old = self._at.get(address)
         if old is None or old == epoch:
             return []
-        peer, out = self._peers[old], list[PeerEffect]()
-        if peer.there:
-            out.append(Lost(old, PeerLostError(f"{peer.name}: another life has taken its address", **peer.who)))
-        return out + self._drop(old, retire=True)
+        peer = self._peers[old]
+        error = PeerLostError(f"{peer.name}: another life has taken its address", **peer.who)
+        return [*([Lost(old, error)] if peer.there else []), *self._drop(old, retire=True)]
 
     def _make_link(self, epoch: Epoch, now: float, out: list[PeerEffect]) -> bool:
         """Make room for a link to a life, unless it has one; False: rooms use as many as there may be."""
@@ -416,15 +415,14 @@ class PeerTable(PeerLives):
             peer = self._peers.get(epoch)
             if peer is None:
                 out += [] if epoch in self._users else [Unlink(epoch)]
-                continue
-            if peer.lost:
+            elif peer.lost:
                 out += self._look_at_lost(epoch, peer, now)
             elif peer.parted:
                 peer.forget_at = inf
                 out += [] if peer.hello.address in self._dials else [Forget(peer.hello.address)]
             else:
                 out += self._look_at(epoch, peer, now, seen)
-            if epoch in self._peers:
+            if peer is not None and epoch in self._peers:
                 self._schedule(epoch, peer, now + RECHECK_S if seen < now else 0.0)
         return out
 

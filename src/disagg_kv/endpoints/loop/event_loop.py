@@ -348,11 +348,10 @@ class EventLoop:
     # What comes in.
 
     def _on_channel(self, event: News) -> None:
-        if isinstance(event, Arrived):
-            frame = self.codec.decode(event.frame)
-            self._of_peer(Epoch(frame.src), partial(self._on_frame, frame, event.key, len(event.frame)))
-            return
         match event:
+            case Arrived():
+                frame = self.codec.decode(event.frame)
+                self._of_peer(Epoch(frame.src), partial(self._on_frame, frame, event.key, len(event.frame)))
             case Closed(address):
                 self.peers.on_closed(address, self.now)
             case Opened(address):
@@ -367,17 +366,16 @@ class EventLoop:
                 )
 
     def _of_peer(self, epoch: Epoch, act: Callable[[], None]) -> None:
-        """Act on what a peer has said. Whatever that raises ends this peer: the rooms of others are not concerned."""
+        """Act on a frame of a peer, or on its link. An error ends this peer, and concerns no room of another one."""
         try:
             act()
         except RemoteProtocolError:
             raise
         except Exception as exc:
-            name, address = self.peer_registry.name(epoch), self.peers.address(epoch)
+            name, address = self.peer_registry.name(epoch), self.peers.address(epoch) or ""
             error = self.failures.note(exc, f"rooms with {name}").about(name, **self.peer_registry.who(epoch))
             self._peer_effects(self.peers.shut(epoch, error, self.now))
-            if address is not None:
-                self.side.on_unreachable(address, error)
+            self.side.on_unreachable(address, error)
 
     def _on_frame(self, frame: AnyFrame, key: str, nbytes: int) -> None:
         if key:
