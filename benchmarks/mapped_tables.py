@@ -93,6 +93,57 @@ def gpu_advance(found: Found) -> str:
     return f"{said}\n\n{table([head, *rows()])}"
 
 
+def gpu_flags(found: Found) -> str:
+    """Until decode's engine sees its room released, whose engine waits or computes between two polls."""
+    cases: dict[tuple[str, str, int], dict[bool, list[Found]]] = {}
+    for case in found["cases"]:
+        key = case["strategy"], case["tp"], case["bytes"]
+        cases.setdefault(key, {}).setdefault(case["busy"], []).append(case)
+
+    def rows() -> Iterator[list[str]]:
+        for (strategy, tp, nbytes), modes in cases.items():
+            some = (
+                " and ".join(f"{case['total_us']:,.0f} ({case['total_p95_us']:,.0f})" for case in modes[busy])
+                for busy in (False, True)
+            )
+            copy = median(case["copies_us"] for of in modes.values() for case in of)
+            yield [f"{strategy}, TP {tp}, {nbytes >> 20:,} MiB", f"{copy:,.0f}", *some]
+
+    calls = [case["call_us"] for case in found["cases"]]
+    said = "20 repeats a round; two rounds of TP 1->1, waiting. The engine's call that closes the forward pass takes "
+    said += f"{min(calls):,.0f} to {max(calls):,.0f} us (p50), as it begins the copy."
+    return f"{said}\n\n{table([['us, p50 (p95)', 'plain copy', 'waiting', 'busy'], *rows()])}"
+
+
+def gpu_staging(found: Found) -> str:
+    """What `staged` reaches with other sizes of staging memory: shares of a plain copy, or of the wire."""
+    cases: dict[tuple[int, int, int], dict[tuple[str, int], float]] = {}
+    for case in found["cases"]:
+        wire = case["wire_GB_per_s"]
+        ceiling = case["copies_us"] if wire is None else case["bytes"] / wire / 1e3
+        size = case["slots"], case["slot_mib"], case["ring_mib"]
+        cases.setdefault(size, {})[case["kind"], case["bytes"] >> 20] = ceiling / case["total_us"]
+    kinds = {"ipc": "`cuda_ipc`", "busy": "`cuda_ipc`, busy", "nixl": "NIXL", "wire": "50 GB/s"}
+    columns = [(kind, mib) for kind in kinds for mib in (256, 1024)]
+    head = ["slots, ring", *(f"{kinds[kind]}, {mib:,} MiB" for kind, mib in columns)]
+    rows = [
+        [f"{slots} x {slot} MiB, {ring:,} MiB", *(f"{of[one]:.2f}" if one in of else "" for one in columns)]
+        for (slots, slot, ring), of in sorted(cases.items())
+    ]
+    return table([head, *rows])
+
+
+def gpu_contact(found: Found) -> str:
+    """The first requests of two ranks whose kernels were never compiled."""
+    made = " and ".join(f"{found['constructor_s'][role]:.1f} s ({role})" for role in ("prefill", "decode"))
+    requests = ", ".join(f"{seconds * 1e3:,.1f}" for seconds in found["requests_s"])
+    said = (
+        f"The constructors compile {sum(found['kernels'].values())} kernels in {made}. Requests of 1,024 tokens after "
+    )
+    said += f"that take {requests} ms; the first of them connects the ranks. "
+    return f"{said}They compile {found['compiled_later']} kernels."
+
+
 def gpu_launch(found: Found) -> str:
     """A copy into mapped pages: the call that launches it, and the launch alone by both ways."""
     cases = {(c["what"], c["beside"], c["cold"]): c["us"] for c in found["cases"]}

@@ -20,11 +20,14 @@ from benchmarks.engines_gpu.tables import headline, ratios, whole
 from benchmarks.fleet_tables import fleet, links, recovery, scale
 from benchmarks.mapped_tables import (
     gpu_advance,
+    gpu_contact,
+    gpu_flags,
     gpu_instead,
     gpu_launch,
     gpu_mapped,
     gpu_paths_by_size,
     gpu_proof,
+    gpu_staging,
 )
 from benchmarks.tables import Found, table
 
@@ -597,7 +600,11 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_instead.json": gpu_instead,
     "h100_mapped_proof.json": gpu_proof,
     "h100_advance.json": gpu_advance,
+    "h200_flags.json": gpu_flags,
+    "h200_staging.json": gpu_staging,
+    "h200_contact.json": gpu_contact,
     "h100_engines_advance.json": ratios,
+    "h200_engines_flags.json": ratios,
     "h100_launch.json": gpu_launch,
     "h200_engines.json": whole,
     "h200_engines.json, headline": headline,

@@ -17,7 +17,7 @@ import torch
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.core import Options, Phase, Verify
+from disagg_kv.core import Alone, Elected, Options, Phase, Verify
 from disagg_kv.endpoints import (
     DecodeEndpoint,
     Environment,
@@ -83,6 +83,7 @@ class PrefillOptions(TypedDict, total=False):
     """Of :class:`PrefillEndpoint`."""
 
     strategy: str
+    verdict: type[Elected] | type[Alone]
     verify: Verify
     schedule: Schedule
     uses: Collection[Feature]
@@ -96,6 +97,7 @@ class DecodeOptions(TypedDict, total=False):
     """Of :class:`DecodeEndpoint`."""
 
     strategy: str
+    verdict: type[Elected] | type[Alone]
     waits_for_peers: bool
     verify: Verify
     ring_bytes: int

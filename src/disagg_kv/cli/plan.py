@@ -45,8 +45,8 @@ def plan(
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of decode.")] = 1,
     prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of prefill.")] = 1,
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
-    slot_mib: Annotated[int, typer.Option(min=1, help="MiB of a prefill staging slot.")] = 64,
-    ring_mib: Annotated[int, typer.Option(min=1, help="MiB of a decode rank's ring; a lease has at most 1/8.")] = 4096,
+    slot_mib: Annotated[int, typer.Option(min=1, help="MiB of a prefill staging slot.")] = 128,
+    ring_mib: Annotated[int, typer.Option(min=1, help="MiB of a decode rank's ring; a lease has at most 1/8.")] = 1024,
     layer_us: Annotated[float | None, number(0, text="Microseconds to compute one layer of all these tokens.")] = None,
     layer_group: Annotated[int | None, typer.Option(min=1, help="Layers per group; overrides every rule.")] = None,
     maps: Annotated[

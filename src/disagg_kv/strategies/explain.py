@@ -63,7 +63,7 @@ def explain(
     page_size: tuple[int, int],
     *,
     order: tuple[str, str] = ("NHD", "NHD"),
-    slot_bytes: int = 64 << 20,
+    slot_bytes: int = 128 << 20,
     lease_bytes: int = 512 << 20,
     rotation: int = 0,
     cost: CostModel | None = None,

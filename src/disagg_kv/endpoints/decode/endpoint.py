@@ -57,7 +57,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
         waits_for_peers: the engine keeps the pages of a room until ``released``, also where that waits for evidence
             that no peer writes to them. False: pages are never exposed, and ``released`` waits for own kernels alone.
-        ring_bytes: bytes of the staging ring; None: 256 MiB on a CPU, 4 GiB on a GPU. A segment takes at most an eighth
+        ring_bytes: bytes of the staging ring; None: 256 MiB on a CPU, 1 GiB on a GPU. A segment takes at most an eighth
             of it.
         allocator: creates the allocator of the ring from its number of bytes.
         verify: which segments this rank compares with checksums of prefill, ``"off"``, ``"sampled"`` or ``"full"``.
@@ -127,7 +127,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
             device = pool.buffers[0].device
             if ring_bytes is None:
-                ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
+                ring_bytes = 256 << 20 if device == "cpu" else 1 << 30
             self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
             movers = ready_kernels(pool, kernels, verify)
             self._ring = ring = made_by(allocator, ring_bytes)

@@ -56,7 +56,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         schedule: replaces the schedule of ``strategy``, for example ``LayerPipelined(fixed=4)``. All ranks must use the
             same one.
         uses: features that the engine uses in every forward pass. Some of them forbid to send single layers.
-        slot_bytes: bytes of a staging slot; None: 16 MiB on a CPU, 64 MiB on a GPU. All ranks must use the same size.
+        slot_bytes: bytes of a staging slot; None: 16 MiB on a CPU, 128 MiB on a GPU. All ranks must use the same size.
         slots: number of staging slots.
         verify: which segments decode compares with checksums of this rank, ``"off"``, ``"sampled"`` or ``"full"``.
             Decode's own setting counts too.
@@ -126,7 +126,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             self._uses = frozenset(arguments.several(uses, "uses", Feature))
             device = pool.buffers[0].device
             if slot_bytes is None:
-                slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
+                slot_bytes = 16 << 20 if device == "cpu" else 128 << 20
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
             maps = any(map(maps_pages, usable)) and isinstance(carrier, SupportsMapping)
             movers = ready_kernels(pool, kernels, verify, maps)
