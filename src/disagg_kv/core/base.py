@@ -54,8 +54,6 @@ class Options:
         missed: a peer that has missed more heartbeats gets no new grants.
         closed_s: time for a broken connection to be restored, and for the rendezvous to answer a look-up.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
-        known_s: pause between repetitions of an acknowledged vote, in case the decision is lost, and of a parked
-            ``Expect``.
         window: segments of one room that may be between request and acknowledgement towards one destination.
         tombstones: ended rooms that an endpoint remembers by id, to refuse a second use and to agree on them with the
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
@@ -79,7 +77,6 @@ class Options:
     closed_s: float = 3.0
     retry_s: float = 0.2
     retry_most_s: float = 2.0
-    known_s: float = 10.0
     window: int = 16
     tombstones: int = 4096
     parked: int = 4096

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from math import inf
 
 from attrs import define
 
@@ -35,14 +34,12 @@ class Repeater:
         self._timers.schedule(key, now + self._options.retry_s)
         return send
 
-    def slow(self, key: Hashable, most_s: float = inf) -> None:
+    def slow(self, key: Hashable) -> None:
         """The frame has arrived, but its answer is pending: repeat it rarely, in case the answer is lost.
 
-        Args:
-            key: of the frame.
-            most_s: the longest pause, in seconds: after a longer one the receiver forgets the frame.
+        Often enough that a receiver which keeps a parked frame for ``silence_s`` never forgets it.
         """
-        due, pause = self._due.get(key), min(self._options.known_s, most_s)
+        due, pause = self._due.get(key), self._options.silence_s / 3
         if due is not None and due.pause != pause:
             due.at += pause - due.pause
             due.pause = pause

@@ -139,7 +139,7 @@ def test_a_peer_whose_room_waits_for_this_side_keeps_its_link() -> None:
 
 def test_what_was_parked_of_a_peer_brings_its_link_back() -> None:
     """Its link was dropped for another one at the limit: the room does not wait for a repeated frame."""
-    rig = Rig(SPEC, options=Options(known_s=60.0))
+    rig = Rig(SPEC, options=Options(silence_s=180.0))
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     late = rig.request("late", prefills, decodes, 12).open_decode().expect()
@@ -155,7 +155,7 @@ def test_what_was_parked_of_a_peer_brings_its_link_back() -> None:
 
 def test_what_was_parked_of_a_peer_is_not_refused_after_its_link_came_back_though_its_number_is_forgotten() -> None:
     """Its room has not ended: the number only grew old while the frame waited."""
-    rig = Rig(SPEC, options=Options(known_s=60.0))
+    rig = Rig(SPEC, options=Options(silence_s=180.0))
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     loop, epoch = prefills[0].endpoint.driver.loop, decodes[0].endpoint.driver.loop.me.epoch

@@ -164,7 +164,7 @@ def test_slots_cut_rooms_where_kernels_of_one_rank_do_not_queue(path: str) -> No
 
 def test_a_rank_that_cannot_map_any_more_fails_its_room_and_the_next_one_is_staged() -> None:
     """Its link was dropped after decode had asked for the room."""
-    rig = Rig(SPEC, options=Options(known_s=60.0))
+    rig = Rig(SPEC, options=Options(silence_s=180.0))
     prefills, decodes = ranks(rig)
     taken(rig, prefills, decodes, "first")
     late = rig.request("late", prefills, decodes, ROWS).open_decode().expect(ROWS)

@@ -199,7 +199,7 @@ class ReceiveRoom(DrainingRoom):
             w.lane = event.lane
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
-        self._repeat.slow(("expect", w.rank), self._options.silence_s / 2)
+        self._repeat.slow(("expect", w.rank))
 
     # Moving.
 
