@@ -48,8 +48,8 @@ class Options:
     Args:
         silence_s: a peer that a room depends on, and that sends no frame for this time, is lost.
         total_s: a room that has not ended within this time fails.
-        claim_s: a finished prefill room fails if no decode rank has asked for it within this time. A decode room fails
-            if prefill has not opened it within this time.
+        claim_s: a finished prefill room fails if a decode rank has not asked for it within this time, of its end or of
+            the last rank that has. A decode room fails if prefill has not opened it within this time.
         heartbeat_s: a peer that a room depends on, and that sent nothing for this time, is asked for a heartbeat.
         missed: a peer that has missed more heartbeats gets no new grants.
         closed_s: time for a broken connection to be restored, and for the rendezvous to answer a look-up.

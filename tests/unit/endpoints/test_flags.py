@@ -8,7 +8,7 @@ import attrs
 import msgspec
 import pytest
 
-from disagg_kv.core import Codec, Options, Phase, Verify
+from disagg_kv.core import Alone, Codec, Options, Phase, Verify
 from disagg_kv.core.wire.frames import Expect, WireFlags
 from disagg_kv.endpoints import Reception
 from disagg_kv.endpoints.decode.flags import FlagPage
@@ -238,6 +238,19 @@ def test_a_flag_that_is_raised_again_after_the_end_is_not_seen() -> None:
     settle(rig, again)
 
 
+def test_a_word_of_all_ones_fails_no_room() -> None:
+    """Whoever has the page open may store it, without any room of its own."""
+    rig, request = scene(memory=Memory(transport=ShmTransport))
+    flags, _ = flags_of(request)
+    words = words_of(flags.buffer)
+    for slot in range(len(words) // SLOT_WORDS):
+        words[slot * SLOT_WORDS] = 2**64 - 1
+    assert poll(request) == []
+    request.send(9)
+    settle(rig, request)
+    assert request.decodes[0].observer.counters["errors.unforeseen"] == 0
+
+
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_frame_that_names_a_value_that_raises_nothing_is_refused(value: int) -> None:
     """An unset word is 0: decode names no such value, and prefill takes none."""
@@ -297,6 +310,45 @@ def test_nothing_waits_for_the_end_of_prefill_where_the_rows_are_known(strategy:
     assert handle.phase is (Phase.DONE if ends == "known" else Phase.MOVING)
     request.finish(aux=2 if ends == "aux" else None)
     request.landed()
+    rig.quiet()
+
+
+def test_a_writer_that_names_its_lane_last_ends_the_wait() -> None:
+    """Each decode rank gets rows from one of the two; the other has nothing to send, and opens the room later."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy="mapped")
+    decodes = rig.decode(tp_shards(SPEC, 2), strategy="mapped", verdict=Alone)
+    request = rig.request("r", prefills, decodes, 9).open_decode().expect(9)
+    prefills[1].frozen = True
+    request.open_prefill()
+    rig.wait(0.5)
+    request.send(9)
+    rig.wait(1.0)
+    assert {handle.phase for handle in request.receives} != {Phase.DONE}
+    prefills[1].frozen = False
+    rig.wait(1.0)
+    assert {handle.phase for handle in request.receives} == {Phase.DONE}
+    request.finish().landed()
+    rig.quiet()
+
+
+def test_pages_of_a_room_that_had_everything_are_free_whatever_becomes_of_prefill() -> None:
+    """Another rank of decode fails after that, and prefill stands still."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped")
+    decodes = rig.decode(tp_shards(SPEC, 2), strategy="mapped")
+    request = rig.request("r", prefills, decodes, 9).open_decode().expect(9).open_prefill()
+    rig.wait(0.3)
+    decodes[1].frozen = True
+    request.send(9)
+    rig.wait(0.5)
+    prefills[0].frozen = True
+    request.receives[1].abort("enough")
+    decodes[1].frozen = False
+    rig.wait(1.0)
+    assert (request.receives[0].phase, request.receives[0].released) == (Phase.FAILED, True)
+    prefills[0].frozen = False
+    request.failed().forgive()
     rig.quiet()
 
 

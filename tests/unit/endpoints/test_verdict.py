@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from disagg_kv.core import Alone, Elected, Phase, Send
+from disagg_kv.core import Alone, Elected, Options, Phase, Send
 from disagg_kv.core.wire.frames import Decision, Vote
-from disagg_kv.endpoints import RecoveringReceiver, Retry
+from disagg_kv.endpoints import Expectation, RecoveringReceiver, Retry
 from disagg_kv.errors import ConfigurationError, IncompatiblePeerError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Rank
@@ -83,6 +83,52 @@ def test_a_failure_reaches_every_rank_that_has_not_ended(who: str) -> None:
     assert all(one.released for one in request.handles)
     request.forgive()
     rig.quiet()
+
+
+def half(options: Options | None = None) -> tuple[Rig, Request]:
+    """One of two decode ranks has everything; the engine of the other one has not opened the room."""
+    rig = Rig(SPEC, options=options)
+    prefills = rig.prefill(tp_shards(SPEC, 1), verdict=Alone)
+    decodes = rig.decode(tp_shards(SPEC, 2), verdict=Alone)
+    rig.request("first", prefills, decodes, ROWS).start().landed()
+    request = rig.request("room", prefills, decodes, ROWS)
+    request.receives = [decodes[0].endpoint.open(request.room, request.source)]
+    table = decodes[0].take(ROWS)
+    request.receives[0].expect(Expectation(ROWS, [table]))
+    request.open_prefill().send(ROWS).finish()
+    rig.wait(1.0)
+    assert [one.phase for one in request.handles] == [Phase.CONNECTING, Phase.DONE]
+    return rig, request
+
+
+@pytest.mark.parametrize("how", ["crash", "close"])
+def test_prefill_s_pages_are_free_once_decode_has_gone(how: str) -> None:
+    """Although one of its ranks never asked for the rows."""
+    rig, request = half()
+    for member in request.decodes:
+        getattr(member, how)()
+    rig.until(lambda: request.sends[0].released, "prefill's pages", turns=200)
+    assert request.sends[0].phase is Phase.FAILED
+
+
+def test_a_decode_rank_that_never_asks_ends_the_request_after_claim_s() -> None:
+    """It lives, and so does the other one."""
+    rig, request = half(Options(claim_s=3.0))
+    rig.wait(3.5)
+    (send,) = request.sends
+    assert (send.phase, send.released) == (Phase.FAILED, True)
+    assert "1 of 2 decode ranks asked for it within 3 s" in str(send.error)
+
+
+def test_a_rank_whose_room_is_parked_learns_at_once_that_another_one_gave_up() -> None:
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2), verdict=Alone)
+    rig.request("first", prefills, decodes, ROWS).start().landed()
+    request = rig.request("room", prefills, decodes, ROWS).open_decode().expect(ROWS)
+    rig.wait(0.5)
+    request.receives[1].abort("enough")
+    rig.wait(0.5)
+    assert {one.phase for one in request.receives} == {Phase.FAILED}
 
 
 def test_ranks_of_one_instance_with_different_verdicts_refuse_each_other_by_name() -> None:

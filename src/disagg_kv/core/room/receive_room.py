@@ -197,6 +197,7 @@ class ReceiveRoom(DrainingRoom):
         if not event.parked:
             self._repeat.stop(("expect", w.rank))
             w.lane = event.lane
+            self._check_placed()
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
         self._repeat.slow(("expect", w.rank))
@@ -354,13 +355,14 @@ class ReceiveRoom(DrainingRoom):
         """Vote for success only if the placed segments exactly cover the awaited rows: ``Done`` alone proves nothing.
 
         ``Done`` may overtake notices, so this waits until each announced segment has arrived. Where only rows are
-        awaited, and it is known which, nothing waits for ``Done``.
+        awaited, and it is known which, nothing waits for ``Done``, unless there are none to come.
         """
         assert self._awaited is not None
         assert self._intake is not None
         writers = self._writers.values()
         done = all(w.complete for w in writers)
-        known = not self._awaited.needs_ends and self._lanes_known and not any(self.inbound)
+        landed = self.inbound.segments_placed > 0 and not any(self.inbound)
+        known = landed and not self._awaited.needs_ends and self._lanes_known
         if self.inbound.scattering or not (done or known):
             return
         assert self._stop is not None
@@ -379,6 +381,7 @@ class ReceiveRoom(DrainingRoom):
             self._fail(IntegrityError(reason, instance=self.source))
             return
         self._repeat.clear()
+        self._exposed = False  # every byte that a writer had for these pages is there
         self.state = Receiving.PLACED
         self._out.append(CastVote(True, ""))
 

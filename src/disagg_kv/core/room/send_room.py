@@ -17,7 +17,7 @@ from ...errors import (
 from ...geometry import PageTable
 from ...ids import Epoch, Generation, GroupId, LayerId, RoomId, room_name
 from ...planning import Batch
-from ..base import Cancel, CastVote, Decided, Effect, Finished, Offered, Options, Phase, Tick
+from ..base import Cancel, CastVote, Decided, Effect, Finished, Lost, Offered, Options, Phase, Tick
 from ..wire.frames import Abort
 from .flow import Flow, FlowPlan, room_head
 from .machine import ours
@@ -160,8 +160,7 @@ class SendRoom:
         if stop != end and end:
             raise LocalProtocolError(f"{room_name(self.room)}: finish at row {stop}, but chunks end at {end}")
         self._finished = Finished(stop, aux)
-        if not self.flows:
-            self._claim_by = now + self._options.claim_s
+        self._await_claims(now)
         out: list[Effect] = []
         if states:
             self.rows.give_states(states)
@@ -182,6 +181,7 @@ class SendRoom:
         if error is not None:
             return self._reviewed(flow.handle(Cancel(error), now), now)
         self.world = world
+        self._await_claims(now)
         out = _offer(flow, self.rows.chunks, now)
         out += self._offer_states(flow, now)
         out += flow.handle(Offered(), now)
@@ -201,14 +201,20 @@ class SendRoom:
         head = room_head(self._epoch, peer, self.room, generation)
         flow = Flow(head, plan, self._options, self.rows.readiness, self._who(peer) if self._who else None)
         self.flows[peer] = flow
-        self._claim_by = inf
         return flow
+
+    def _await_claims(self, now: float) -> None:
+        """A finished room waits for ``claim_s`` for the next decode rank that asks for it, until all have."""
+        waits = self._finished is not None and self.world != len(self.flows)
+        self._claim_by = now + self._options.claim_s if waits else inf
 
     def handle(self, peer: Epoch, event: object, now: float) -> list[Effect]:
         """An event of one flow; nothing after its end."""
         flow = self.flows[peer]
         if flow.state is Sending.CLOSED:
             return []
+        if isinstance(event, Lost) and flow.state is Sending.COMPLETE and self.world != len(self.flows):
+            return self.cancel(ours(event.error, room_name(self.room)), now)  # the others may never ask
         return self._reviewed(flow.handle(event, now), now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -218,7 +224,8 @@ class SendRoom:
             self._deadline = now + self._options.total_s
             return self.cancel(DeadlineError(self._overdue()), now)
         if now >= self._claim_by and self.error is None:
-            unclaimed = f"no decode rank asked for it within {self._options.claim_s:g} s of its end (claim_s)"
+            asked = f"{len(self.flows)} of {self.world} decode ranks" if self.flows else "no decode rank"
+            unclaimed = f"{asked} asked for it within {self._options.claim_s:g} s of its end (claim_s)"
             return self.cancel(DeadlineError(f"{room_name(self.room)}: {unclaimed}"), now)
         return self._all(Tick(), now)
 

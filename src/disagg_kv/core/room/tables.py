@@ -129,7 +129,7 @@ RECEIVING: Table = _table(
         },
         R.MOVING: {
             AskAgain: ("ask_again", ()),
-            Expected: ("expected", ()),
+            Expected: ("expected", (R.MOVING, R.PLACED, *_FAILS)),
             StagingRequest: ("request", (R.MOVING, *_FAILS)),
             Return: ("given_back", ()),
             Leased: ("leased", ()),

@@ -73,8 +73,7 @@ def wire_pace(layer_token_s: float, bytes_per_s: float, group_s: float) -> WireP
 
 
 WireFlags = tuple[U, Count, Annotated[int, Meta(ge=1, le=2**62)]]
-"""Of the receiver's flag page: the first of consecutive slots for segments, how many they are, and the value of
-the first. The slots and the value that follow are those of the final record."""
+"""Of the receiver's flag page: the first of consecutive slots, how many they are, and the value of the first."""
 
 Box = tuple[U, U, U, U, bool]
 """A segment: start, stop, first, last, state."""

@@ -148,7 +148,9 @@ class RoomFlags:
         if not self._lines:
             return found
         for block in np.flatnonzero(self._words[self._next] == self._values).tolist():
-            line, words = self._lines[block], self.page.words
+            line, words = self._lines.get(block), self.page.words
+            if line is None:  # whoever has the page open may store NO_VALUE, too
+                continue
             key = line.room.key
             while line.left and (record := raised(words, line.slot, line.value)) is not None:
                 line.slot, line.value, line.left = line.slot + 1, line.value + 1, line.left - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
 from ...core import (
@@ -387,7 +388,7 @@ class DecodeSide:
     def work(self) -> bool:
         """Finish scatters, start those that are due, and prepare one that follows."""
         for landed in self.flags.look():
-            self.on_frame(landed)
+            self._loop.of_peer(Epoch(landed.src), partial(self.on_frame, landed))
         if self._receipts.waiting:
             self._receipts.flush()
         if self._expectations:

@@ -351,7 +351,7 @@ class EventLoop:
         match event:
             case Arrived():
                 frame = self.codec.decode(event.frame)
-                self._of_peer(Epoch(frame.src), partial(self._on_frame, frame, event.key, len(event.frame)))
+                self.of_peer(Epoch(frame.src), partial(self._on_frame, frame, event.key, len(event.frame)))
             case Closed(address):
                 self.peers.on_closed(address, self.now)
             case Opened(address):
@@ -365,7 +365,7 @@ class EventLoop:
                     f"{connections} connections and {messages} messages were refused at {self.me.address}"
                 )
 
-    def _of_peer(self, epoch: Epoch, act: Callable[[], None]) -> None:
+    def of_peer(self, epoch: Epoch, act: Callable[[], None]) -> None:
         """Act on a frame of a peer, or on its link. An error ends this peer, and concerns no room of another one."""
         try:
             act()
@@ -464,7 +464,7 @@ class EventLoop:
 
     def _take_links(self) -> None:
         for linked in self.connections.results():
-            self._guard(self._of_peer, linked.up.epoch, partial(self._on_linked, linked))
+            self._guard(self.of_peer, linked.up.epoch, partial(self._on_linked, linked))
 
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
@@ -477,7 +477,7 @@ class EventLoop:
             self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
             self.side.on_up(self.remotes[up.epoch])
         for take_in in linked.frames:
-            self._guard(self._of_peer, up.epoch, take_in)
+            self._guard(self.of_peer, up.epoch, take_in)
 
     def _unwatched(self, up: Up) -> DisaggKVError | None:
         """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.

@@ -162,6 +162,8 @@ class PrefillSide(PrefillRooms):
             loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
             if room is None:
                 self._ended_early.add(name, f"decode gave up: {frame.reason}", loop.now, frame.tag)
+                for parked in self._early.take(name):
+                    self._on_expect(parked, parked=True)  # of its other ranks: they learn it now
         head = room_head(loop.me.epoch, epoch, name, generation)
         loop.send(Send(epoch, Drained(**head, reason=frame.reason)))
 
