@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from disagg_kv.errors import ConfigurationError, TransportError
+from disagg_kv.errors import ConfigurationError
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
@@ -50,7 +50,7 @@ class EmulatedWire:
         self._closed = False
         self.busy_s = 0.0
         self.name = inner.name
-        self.caps = attrs.evolve(inner.caps, notifies=False, bytes_per_s=bytes_per_s)
+        self.caps = attrs.evolve(inner.caps, bytes_per_s=bytes_per_s)
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`."""
@@ -76,10 +76,8 @@ class EmulatedWire:
         """See :meth:`Transport.disconnect`."""
         self._inner.disconnect(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; the batch takes its turn on the wire."""
-        if notify is not None:
-            raise TransportError(f"an emulated wire around {self.name!r} carries no notifications")
         ticket = self._inner.submit(peer, writes, after=after)
         self._queue[ticket] = after, writes.total() / self._bytes_per_s
         self._transmit()

@@ -207,14 +207,13 @@ class SimTransport:
         peer: Peer,
         writes: Writes,
         *,
-        notify: bytes | None = None,
         after: Event | None = None,
     ) -> Ticket:
         """Post a batch; the engine decides when and how it lands."""
         if peer not in self._peers:
             raise TransportError(f"sim: no peer {peer.hex()}")
-        if notify is not None or (after is not None and not self.lane(peer).caps.waits_events):
-            raise TransportError("sim does not notify, and in this world it waits for no events")
+        if after is not None and not self.lane(peer).caps.waits_events:
+            raise TransportError("sim waits for no events in this world")
         there = self._peers[peer]
         ours, theirs = self.regions, there.regions
         ranges: list[Range] = []

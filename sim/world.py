@@ -196,7 +196,7 @@ class World(Cluster):
         fenced = not any(op.source is dead.transport or op.target is dead.transport for op in self.dma.live)
         fenced = fenced and self.random.random() < 0.5
         self.mark("release:fenced" if fenced else "noticed:by the transport")
-        other.transport.tell(PeerEvent(dead.transport.me, None, fenced=fenced))
+        other.transport.tell(PeerEvent(dead.transport.me, fenced=fenced))
 
     def _confirm(self, dead: SimNode) -> None:
         """The operator saw a process end."""

@@ -163,7 +163,7 @@ class FleetTransport:
     def disconnect(self, peer: Peer) -> None:
         """Nothing is kept of a peer."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; the write ends after ``WRITE_S``, or fails where the peer has ended."""
         ticket = Ticket(next(self._tickets))
         world, host, target = self._host.world, self._host, self._hosts[peer]

@@ -1,7 +1,7 @@
 """A small correct transport that claims every capability: what mutants are made of.
 
 Memory of its own is an anonymous file, which peers open through ``/proc``. ``submit`` queues a batch, and ``poll``
-copies it once its event has happened. A notification is a datagram to an abstract socket, which ends with its process.
+copies it once its event has happened.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import socket
 import time
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -94,22 +92,14 @@ class Flight:
     target: I64
     source: I64
     nbytes: I64
-    notify: bytes | None
     after: Event | None
-
-
-def address(peer: Peer) -> bytes:
-    """Of the socket on which a peer receives notifications."""
-    return b"\0disagg_kv-model-" + peer.hex().encode()
 
 
 class ModelTransport:
     """See the module. Each mutant overrides one of the methods."""
 
     name = "model"
-    caps = Capabilities(
-        own_memory_only=True, waits_events=True, notifies=True, detects_peer_death=True, max_batch=1000, drain_s=0.0
-    )
+    caps = Capabilities(own_memory_only=True, waits_events=True, detects_peer_death=True, max_batch=1000, drain_s=0.0)
 
     def __init__(self) -> None:
         self._home = Home("this transport 'model'")
@@ -122,9 +112,6 @@ class ModelTransport:
         self._flights: list[Flight] = []
         self._events: list[WriteEnded | Settled | PeerEvent] = []
         self._closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(address(self._me))
-        weakref.finalize(self, self._socket.close)
 
     def allocate(self, nbytes: int) -> Buffer:
         fd = os.memfd_create("disagg_kv-model", os.MFD_CLOEXEC)
@@ -185,7 +172,7 @@ class ModelTransport:
     def disconnect(self, peer: Peer) -> None:
         self._peers.remove(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         self._home.check()
         remote = self._peers.get(peer)
         if remote is None or self._closed:
@@ -196,13 +183,12 @@ class ModelTransport:
         target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
         self._table.hold(ticket, writes)
-        self._flights.append(Flight(ticket, peer, remote, target, source, writes.nbytes, notify, after))
+        self._flights.append(Flight(ticket, peer, remote, target, source, writes.nbytes, after))
         return ticket
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         if not self._home.here:
             return ()
-        self.receive()
         for peer, remote in self._peers.all.items():
             if peer not in self._lost and remote.watch.ended():
                 self._lost.add(peer)
@@ -212,18 +198,9 @@ class ModelTransport:
         events, self._events = self._events, []
         return events
 
-    def receive(self) -> None:
-        """Take notifications from the socket."""
-        while not self._closed:
-            try:
-                data = self._socket.recv(1 << 16)
-            except BlockingIOError:
-                return
-            self._events.append(PeerEvent(Peer(data[:16]), data[16:]))
-
     def lose(self, peer: Peer) -> None:
         """Report a loss: this process copies into the peer's memory itself, and so does the peer into this one's."""
-        self._events.append(PeerEvent(peer, None, fenced=True))
+        self._events.append(PeerEvent(peer, fenced=True))
 
     def progress(self, flight: Flight) -> None:
         """Copy a batch whose event has happened, and end it."""
@@ -239,15 +216,9 @@ class ModelTransport:
             self.end(flight, failed)
 
     def move(self, flight: Flight) -> None:
-        """Copy a batch, notify the peer, and end the ticket."""
+        """Copy a batch, and end its ticket."""
         copy(flight.target, flight.source, flight.nbytes)
-        if flight.notify is not None:
-            self.send(flight.peer, flight.notify)
         self.end(flight, None)
-
-    def send(self, peer: Peer, notify: bytes) -> None:
-        """Send a notification."""
-        self._socket.sendto(self._me + notify, address(peer))
 
     def end(self, flight: Flight, error: Exception | None) -> None:
         """Report the end of a ticket."""
@@ -264,7 +235,6 @@ class ModelTransport:
         for flight in tuple(self._flights):
             self.end(flight, TransportError("model: closed before it was written"))
         self._closed = True
-        self._socket.close()
         self._peers.clear()
         self._table.clear()
         return ()

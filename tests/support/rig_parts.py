@@ -159,12 +159,12 @@ class DamagingTransport(InprocTransport):
         self._buffers.update(zip(regions, buffers, strict=True))
         return regions
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Change the source for as long as the copy lasts."""
         damage = self._damage.get(self.number)
         self.number += 1
         if damage is None:
-            return super().submit(peer, writes, notify=notify, after=after)
+            return super().submit(peer, writes, after=after)
         where = [
             bytes_of(self._buffers[region])[at : at + n]
             for region, at, n in zip(
@@ -179,7 +179,7 @@ class DamagingTransport(InprocTransport):
         try:
             for part, of in zip(where, np.split(wrong, ends), strict=True):
                 part[:] = of
-            return super().submit(peer, writes, notify=notify, after=after)
+            return super().submit(peer, writes, after=after)
         finally:
             for part, of in zip(where, np.split(kept, ends), strict=True):
                 part[:] = of
@@ -219,12 +219,12 @@ class RecordingTransport:
         """Pass on."""
         self._inner.disconnect(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Note and pass on."""
         if self.fail is not None:
             raise self.fail
         self.batches.append((peer, writes))
-        return self._inner.submit(peer, writes, notify=notify, after=after)
+        return self._inner.submit(peer, writes, after=after)
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """Pass on."""

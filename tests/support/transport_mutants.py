@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import tempfile
@@ -74,8 +75,8 @@ class EmptyNeverEnds(ModelTransport):
 class OneNumberForAll(ModelTransport):
     """Tickets are numbers modulo the depth of a queue."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        super().submit(peer, writes, notify=notify, after=after)
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        super().submit(peer, writes, after=after)
         self._flights[-1].ticket = Ticket(self._flights[-1].ticket % 16)
         return self._flights[-1].ticket
 
@@ -96,20 +97,20 @@ class EventsOfAll(ModelTransport):
 class SubmitRaisesLate(ModelTransport):
     """It finds a lost peer after it has numbered the ticket, and raises."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        ticket = super().submit(peer, writes, notify=notify, after=after)
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        ticket = super().submit(peer, writes, after=after)
         if peer in self._lost:
             raise TransportError(f"ticket {ticket}: broken pipe")
         return ticket
 
 
 class PollRaises(ModelTransport):
-    """It polls a socket that ``close`` has closed."""
+    """It polls a file that ``close`` has closed."""
 
-    def receive(self) -> None:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         if self._closed:
-            self._socket.recv(1, socket.MSG_PEEK)
-        super().receive()
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return super().poll()
 
 
 class CloseForgets(ModelTransport):
@@ -218,8 +219,8 @@ class OffsetOfThePage(ModelTransport):
 class ReadsLate(ModelTransport):
     """A source that is still read can be deregistered."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        ticket = super().submit(peer, writes, notify=notify, after=after)
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        ticket = super().submit(peer, writes, after=after)
         self._table.quiet(ticket)
         return ticket
 
@@ -252,8 +253,8 @@ class DropsForDeregistered(ModelTransport):
         self.everyone[self._me] = self
         self._remote: dict[Ticket, set[int]] = {}
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        ticket = super().submit(peer, writes, notify=notify, after=after)
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        ticket = super().submit(peer, writes, after=after)
         self._remote[ticket] = set(writes.remote.tolist())
         return ticket
 
@@ -364,7 +365,7 @@ class KeepsASocket(ModelTransport):
 
     def __init__(self) -> None:
         super().__init__()
-        os.dup(self._socket.fileno())
+        socket.socket().detach()
 
 
 class LeavesFiles(ModelTransport):

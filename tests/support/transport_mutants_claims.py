@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from typing import ClassVar
 from weakref import WeakValueDictionary
@@ -48,8 +50,8 @@ class BlocksForTheTarget(PollsByTheTarget):
 
     caps = attrs.evolve(ModelTransport.caps, needs_target_polling=True)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        ticket = super().submit(peer, writes, notify=notify, after=after)
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        ticket = super().submit(peer, writes, after=after)
         self.progress(self._flights[-1])
         while self._flights:
             time.sleep(0.001)
@@ -59,17 +61,17 @@ class BlocksForTheTarget(PollsByTheTarget):
 class IgnoresEvents(ModelTransport):
     """It claims ``waits_events`` and waits for none."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        return super().submit(peer, writes, notify=notify)
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        return super().submit(peer, writes)
 
 
 class BlocksForEvents(ModelTransport):
     """It claims ``waits_events`` and waits in ``submit``."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         while after is not None and not after.query():
             time.sleep(0.001)
-        return super().submit(peer, writes, notify=notify, after=after)
+        return super().submit(peer, writes, after=after)
 
 
 class PollBlocksForEvents(ModelTransport):
@@ -86,43 +88,8 @@ class UnclaimedEvents(ModelTransport):
 
     caps = attrs.evolve(ModelTransport.caps, waits_events=False)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        return super().submit(peer, writes, notify=notify)
-
-
-class NeverNotifies(ModelTransport):
-    """It claims ``notifies`` and sends nothing."""
-
-    def send(self, peer: Peer, notify: bytes) -> None:
-        pass
-
-
-class NotifiesTwice(ModelTransport):
-    """Its notifications are repeated until they are acknowledged."""
-
-    def send(self, peer: Peer, notify: bytes) -> None:
-        super().send(peer, notify)
-        super().send(peer, notify)
-
-
-class NotifiesFirst(ModelTransport):
-    """A notification overtakes its data."""
-
-    def move(self, flight: Flight) -> None:
-        if flight.notify is not None:
-            self.send(flight.peer, flight.notify)
-            flight.notify = None
-            return
-        super().move(flight)
-
-
-class UnclaimedNotifications(ModelTransport):
-    """It does not claim ``notifies``, and drops what it is given."""
-
-    caps = attrs.evolve(ModelTransport.caps, notifies=False)
-
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        return super().submit(peer, writes, after=after)
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        return super().submit(peer, writes)
 
 
 class NotOnlyOwnMemory(ModelTransport):
@@ -154,10 +121,10 @@ class OwnAndOtherMemory(ModelTransport):
 class SmallerBatches(ModelTransport):
     """It claims a larger ``max_batch`` than it takes."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         if len(writes) > 900:
             raise TransportError(f"{len(writes)} descriptors do not fit into the queue")
-        return super().submit(peer, writes, notify=notify, after=after)
+        return super().submit(peer, writes, after=after)
 
 
 class UnlimitedBatches(SmallerBatches):
@@ -169,9 +136,9 @@ class UnlimitedBatches(SmallerBatches):
 class LargerBatches(ModelTransport):
     """It claims a ``max_batch``, and cuts what is longer."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         some = Writes(*(getattr(writes, field.name)[:1000] for field in attrs.fields(Writes)))
-        return super().submit(peer, some, notify=notify, after=after)
+        return super().submit(peer, some, after=after)
 
 
 class CrossesProcesses(ModelTransport):
@@ -237,7 +204,7 @@ class FenceAfterTickets(LateFence):
         events = list(super().poll())
         if self._since is not None and time.monotonic() > self._since + SOON_S:
             self._since = None
-            events.append(PeerEvent(self._gone, None, fenced=True))
+            events.append(PeerEvent(self._gone, fenced=True))
         return events
 
 
@@ -262,28 +229,39 @@ class FenceOfALivingPeer(ClosesEarly):
 class FenceBeforeItsInbox(ModelTransport):
     """Data are messages, of which a poll takes one; a peer that ends is fenced while messages of it still wait."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        ticket = super().submit(peer, writes, notify=notify, after=after)
-        self._flights[-1].notify = struct.pack("<qq", int(writes.remote[0]), int(writes.remote_off[0]))
+    def __init__(self) -> None:
+        super().__init__()
+        self._heads: dict[Ticket, bytes] = {}
+        self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._inbox.bind(_address(self._me))
+        weakref.finalize(self, self._inbox.close)
+
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        ticket = super().submit(peer, writes, after=after)
+        self._heads[ticket] = struct.pack("<qq", int(writes.remote[0]), int(writes.remote_off[0]))
         return ticket
 
     def move(self, flight: Flight) -> None:
         data = ctypes.string_at(int(flight.source[0]), int(flight.nbytes[0]))
         try:
-            self.send(flight.peer, (flight.notify or b"") + data)
+            self._inbox.sendto(self._heads[flight.ticket] + data, _address(flight.peer))
         except BlockingIOError:
             return
         self.end(flight, None)
 
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+        self.receive()
+        return super().poll()
+
     def receive(self) -> None:
         try:
-            data = self._socket.recv(1 << 17)
+            data = self._inbox.recv(1 << 17)
         except BlockingIOError:
             return
-        region, offset = struct.unpack_from("<qq", data, 16)
+        region, offset = struct.unpack_from("<qq", data)
         buffer = self._table.get(RegionId(region))
         if buffer is not None:
-            ctypes.memmove(buffer.addr + offset, data[32:], len(data) - 32)
+            ctypes.memmove(buffer.addr + offset, data[16:], len(data) - 16)
 
 
 class UnsaidUnquiet(ModelTransport):
@@ -301,11 +279,11 @@ class UnsaidUnquiet(ModelTransport):
 class BlocksForPeer(ModelTransport):
     """``submit`` waits for an answer of the peer's process, which a frozen one does not give."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         remote = self._peers.get(peer)
         while remote is not None and stopped(remote):
             time.sleep(0.001)
-        return super().submit(peer, writes, notify=notify, after=after)
+        return super().submit(peer, writes, after=after)
 
 
 class ConnectBlocks(ModelTransport):
@@ -336,6 +314,11 @@ class PollsInChildren(ModelTransport):
             return super().poll()
         finally:
             self._home = home
+
+
+def _address(peer: Peer) -> bytes:
+    """Of the abstract socket on which a peer receives messages; it ends with its process."""
+    return b"\0disagg_kv-model-" + peer.hex().encode()
 
 
 class _Anywhere:

@@ -57,11 +57,11 @@ class SlowTransport(FaultyTransport):
         self.caps = attrs.evolve(self.caps, late_writes=False, waits_events=True, max_batch=1000)
         self._after: dict[Ticket, Event] = {}
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Only keeps the batch."""
         if len(writes) > 1000:
             raise TransportError(f"{len(writes)} descriptors, but at most 1000 in one batch")
-        ticket = super().submit(peer, writes, notify=notify)
+        ticket = super().submit(peer, writes)
         if after is not None:
             self._after[ticket] = after
         return ticket

@@ -63,7 +63,7 @@ class Nowhere:
     def disconnect(self, peer: Peer) -> None:
         """Nothing to forget."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Take a ticket."""
         self.tickets.append(Ticket(len(self.tickets)))
         return self.tickets[-1]

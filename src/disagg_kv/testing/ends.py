@@ -161,9 +161,9 @@ class End:
         """Make the other end a peer."""
         return self.transport.connect(descriptor, timeout_s)
 
-    def submit(self, peer: Peer, writes: Writes, notify: bytes | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes) -> Ticket:
         """Post a batch."""
-        return self.transport.submit(peer, writes, notify=notify)
+        return self.transport.submit(peer, writes)
 
     def write_on(self, peer: Peer, writes: Writes) -> None:
         """Post this batch at each poll from now on, until the process is killed."""
@@ -298,9 +298,9 @@ class Child:
         """See :meth:`End.connect`."""
         return Peer(self._ask("connect", descriptor, timeout_s))
 
-    def submit(self, peer: Peer, writes: Writes, notify: bytes | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes) -> Ticket:
         """See :meth:`End.submit`."""
-        return Ticket(self._ask("submit", peer, writes, notify))
+        return Ticket(self._ask("submit", peer, writes))
 
     def write_on(self, peer: Peer, writes: Writes) -> None:
         """See :meth:`End.write_on`."""

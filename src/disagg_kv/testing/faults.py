@@ -176,22 +176,20 @@ class FaultyTransport:
         self._leaving.add(peer)
         self._let_go()
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; the batch's number decides what becomes of it."""
         if peer in self._leaving:
             raise TransportError(f"no peer {peer.hex()}")
         fault = Fault.PEER_LOST if peer in self._lost else self._plan(self._number)
         ticket = Ticket(next(self._tickets))
 
-        def post(
-            some: Writes, tell: Callable[[WriteEnded], Sequence[WriteEnded | Settled]], data: bytes | None = notify
-        ) -> None:
-            self._flying[self._inner.submit(peer, some, notify=data, after=after)] = _Flying(ticket, tell)
+        def post(some: Writes, tell: Callable[[WriteEnded], Sequence[WriteEnded | Settled]]) -> None:
+            self._flying[self._inner.submit(peer, some, after=after)] = _Flying(ticket, tell)
 
         if fault is None:
             post(writes, lambda end: (attrs.evolve(end, ticket=ticket),))
         else:
-            self._check(peer, writes, notify, after)
+            self._check(peer, writes, after)
             self._fail(fault, ticket, peer, writes, post)
         self._number += 1
         return ticket
@@ -228,7 +226,7 @@ class FaultyTransport:
         with self._losing:
             if peer not in self._lost:
                 self._lost.add(peer)
-                self._events.append(PeerEvent(peer, None))
+                self._events.append(PeerEvent(peer))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
@@ -260,9 +258,9 @@ class FaultyTransport:
                 self.lose(peer)
                 self._events.append(WriteEnded(ticket, PeerLostError(f"injected: peer {peer.hex()} is lost")))
             case Fault.PARTIAL:
-                post(_first_half(writes), lambda end: (WriteEnded(ticket, error, end.quiesced),), None)
+                post(_first_half(writes), lambda end: (WriteEnded(ticket, error, end.quiesced),))
             case Fault.HUNG:
-                post(_first_half(writes), lambda end: (), None)
+                post(_first_half(writes), lambda end: ())
                 self._held[ticket] = held
             case Fault.UNACKNOWLEDGED:
                 held.resume = lambda: self._events.append(Settled(ticket))
@@ -274,7 +272,7 @@ class FaultyTransport:
                 post(writes, keep)
             case Fault.LATE:
                 self._events.append(WriteEnded(ticket, error, quiesced=False))
-                held.resume = lambda: post(writes, lambda end: (Settled(ticket),) if end.quiesced else (), None)
+                held.resume = lambda: post(writes, lambda end: (Settled(ticket),) if end.quiesced else ())
                 self._held[ticket] = held
             case Fault.DELAYED:
                 held.resume = lambda: post(writes, lambda end: (attrs.evolve(end, ticket=ticket),))
@@ -296,10 +294,10 @@ class FaultyTransport:
             self._inner.disconnect(peer)
             self._leaving.discard(peer)
 
-    def _check(self, peer: Peer, writes: Writes, notify: bytes | None, after: Event | None) -> None:
+    def _check(self, peer: Peer, writes: Writes, after: Event | None) -> None:
         """Raise what the inner transport would raise, without writing: it is given both ends of each range, empty."""
-        if (notify is not None and not self.caps.notifies) or (after is not None and not self.caps.waits_events):
-            raise TransportError(f"{self.name} neither carries this notification nor waits for this event")
+        if after is not None and not self.caps.waits_events:
+            raise TransportError(f"{self.name} does not wait for events")
         if bool((writes.nbytes < 0).any()):
             raise RegistrationError(f"a write of {int(writes.nbytes.min())} bytes")
         nothing = np.zeros_like(writes.nbytes)

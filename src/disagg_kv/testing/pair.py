@@ -50,16 +50,12 @@ class Log:
         self.ended: dict[Ticket, WriteEnded] = {}
         self.settled: set[Ticket] = set()
         self.peer_events: list[PeerEvent] = []
-        self._lost: set[Peer] = set()
 
     def add(self, events: Sequence[TransportEvent]) -> None:
         """Check and keep."""
         for event in events:
             if isinstance(event, PeerEvent):
-                assert event.data is None or self._caps.notifies, f"{event} without caps.notifies"
-                assert event.data is not None or event.peer not in self._lost, f"{event}: the loss was reported before"
-                if event.data is None:
-                    self._lost.add(event.peer)
+                assert not self.reported(event.peer), f"{event}: the loss was reported before"
                 self.peer_events.append(event)
             elif isinstance(event, Settled):
                 ended = self.ended.get(event.ticket)
@@ -77,9 +73,11 @@ class Log:
 
     def lost(self, peer: Peer) -> bool:
         """Whether the transport has reported, in any way that it may, that the peer is gone."""
-        return any(h.peer == peer and h.data is None for h in self.peer_events) or any(
-            ended.error is not None for ended in self.ended.values()
-        )
+        return self.reported(peer) or any(ended.error is not None for ended in self.ended.values())
+
+    def reported(self, peer: Peer) -> bool:
+        """Whether a :class:`PeerEvent` has."""
+        return any(event.peer == peer for event in self.peer_events)
 
 
 class Pair:
@@ -114,10 +112,10 @@ class Pair:
         """Connect, again, with the target's newest descriptor."""
         return self.source.connect(self.target.descriptor(), self.timeout_s)
 
-    def submit(self, *rows: Row, notify: bytes | None = None) -> Ticket:
+    def submit(self, *rows: Row) -> Ticket:
         """Post writes between the first regions."""
         with at_most(self.timeout_s, "submit"):
-            return self.source.submit(self.peer, batch(self.local, self.remote, rows), notify)
+            return self.source.submit(self.peer, batch(self.local, self.remote, rows))
 
     def put(self, *rows: Row) -> None:
         """Post writes that must succeed, in as many batches as the transport needs, and note what must be there."""
@@ -143,10 +141,6 @@ class Pair:
         except AssertionError as error:
             ends = f"\nsource:\n{_stacks(self.source)}\ntarget:\n{_stacks(self.target)}"
             raise AssertionError(f"{error}{ends}") from None
-
-    def hear(self, number: int) -> None:
-        """Poll until the target has ``number`` notifications."""
-        self.until(lambda: len(self.there.peer_events) >= number, f"notification {number}")
 
     def end(self, ticket: Ticket) -> WriteEnded:
         """Poll until the ticket ends."""

@@ -134,19 +134,3 @@ class DataCases(TransportCases):
         """It is not looked for."""
         with refused(TransportError, "a batch for an unknown peer"):
             pair.source.submit(Peer(b"\0" * 16), batch(pair.local, pair.remote, [(0, 0, 1)]))
-
-    def test_a_notification_arrives_once_and_after_its_data(self, pair: Pair) -> None:
-        """The bytes can be read as soon as the notification is there."""
-        writes = batch(pair.local, pair.remote, [(0, 0, NBYTES)])
-        if not pair.caps.notifies:
-            with refused(TransportError, "a notification without caps.notifies"):
-                pair.source.submit(pair.peer, writes, b"no")
-            pair.check()
-            return
-        for data in (b"", b"\x00\xff", b"x" * 1000):
-            before = len(pair.there.peer_events)
-            ticket = pair.source.submit(pair.peer, writes, data)
-            pair.hear(before + 1)
-            same(pair.target.read(pair.remote), pair.data)
-            pair.succeed(ticket)
-            assert [h.data for h in pair.there.peer_events[before:]] == [data], "not exactly once"

@@ -38,8 +38,7 @@ class Capabilities:
         in_process_only: both sides must be in one process.
         needs_target_polling: writes progress only while the target calls ``poll``.
         waits_events: ``submit`` takes ``after``, and writes once that has fired; otherwise the endpoint waits first.
-        notifies: ``submit(notify=...)`` arrives at the target as :class:`PeerEvent`, after the data, at most once.
-        detects_peer_death: a killed peer is reported as ``PeerEvent(data=None)`` or as a failed ticket.
+        detects_peer_death: a killed peer is reported as :class:`PeerEvent` or as a failed ticket.
         late_writes: bytes may still land after a ticket ended with ``quiesced=False``.
         max_batch: descriptors of one ``submit``; None: no limit.
         drain_s: seconds after the observed exit of a peer's process. By then the peer's last writes have landed, and
@@ -54,7 +53,6 @@ class Capabilities:
     in_process_only: bool = False
     needs_target_polling: bool = False
     waits_events: bool = False
-    notifies: bool = False
     detects_peer_death: bool = False
     late_writes: bool = False
     max_batch: int | None = None
@@ -106,16 +104,14 @@ class Settled:
 
 @frozen
 class PeerEvent:
-    """A notification from a peer, or (``data=None``) the loss of a peer, which is reported at most once.
+    """The loss of a peer, which is reported at most once.
 
     Args:
         peer: the peer.
-        data: the bytes of ``submit(notify=...)``; None: the peer is lost.
-        fenced: with ``data=None``: the transport proves that no write of that peer lands any more.
+        fenced: the transport proves that no write of that peer lands any more.
     """
 
     peer: Peer
-    data: bytes | None
     fenced: bool = False
 
 
@@ -182,7 +178,7 @@ class Transport(Protocol):
         """Disconnect a peer. Its tickets still end. An unknown peer is ignored."""
         ...
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Post a batch of writes, and return its ticket.
 
         Errors after the ticket exists end the ticket; they are not raised. An empty batch ends at once.
@@ -190,12 +186,11 @@ class Transport(Protocol):
         Args:
             peer: a connected peer.
             writes: source ranges, and target ranges in the peer's regions.
-            notify: bytes for the peer, with ``caps.notifies``; they arrive after the data.
             after: fires when the source bytes are final, with ``caps.waits_events``; None: they are final now.
 
         Raises:
             RegistrationError: a range outside a registered region of either side; nothing is written.
-            TransportError: an unknown peer, too many descriptors, or ``notify`` or ``after`` without the capability.
+            TransportError: an unknown peer, too many descriptors, or ``after`` without the capability.
         """
         ...
 

@@ -367,14 +367,12 @@ class CudaIpcTransport:
             self._leaving.append(remote)
             self._leave()
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never waits. ``after`` may be made of CUDA's events and of others."""
         self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
-        if notify is not None:
-            raise TransportError("cuda_ipc carries no notifications")
         extents = self._mapped(remote) or Extents((), "peer's")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
         target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
@@ -519,7 +517,7 @@ class CudaIpcTransport:
     def _note_end(self, remote: _Remote) -> None:
         if not remote.lost:
             remote.lost = True
-            self._events.append(PeerEvent(remote.peer, None))
+            self._events.append(PeerEvent(remote.peer))
 
     def _check_open(self) -> None:
         self._home.check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from weakref import WeakValueDictionary
@@ -50,7 +49,7 @@ class InprocTransport:
 
     name = "inproc"
     caps = Capabilities(
-        in_process_only=True, notifies=True, detects_peer_death=True, drain_s=0.0, write_s=1e-6, bytes_per_s=8e9,
+        in_process_only=True, detects_peer_death=True, drain_s=0.0, write_s=1e-6, bytes_per_s=8e9,
         link=LinkCost(1_000, 0),
     )  # fmt: skip
 
@@ -60,7 +59,7 @@ class InprocTransport:
         self._table = RegionTable(self.caps.devices)
         self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
-        self._events: deque[WriteEnded | Settled | PeerEvent] = deque()
+        self._events: list[WriteEnded | Settled | PeerEvent] = []
         self._lost: set[Peer] = set()
         self._flag_pages: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
         # Held while a peer copies into this transport's memory or while that memory is taken away.
@@ -110,7 +109,7 @@ class InprocTransport:
         self._peers.remove(peer)
         self._lost.discard(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns."""
         self._home.check()
         remote = self._peers.get(peer)
@@ -122,7 +121,7 @@ class InprocTransport:
         remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
         there = _find(peer)
-        error = _closed(peer) if there is None else there._receive(self._me, writes, source, notify)
+        error = _closed(peer) if there is None else there._receive(writes, source)
         self._events.append(WriteEnded(ticket, error))
         return ticket
 
@@ -175,14 +174,14 @@ class InprocTransport:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
-        events = [self._events.popleft() for _ in range(len(self._events))]
+        events, self._events = self._events, []
         if self._seen == _departed:
             return events
         self._seen = _departed
         for peer in self._peers.all:
             if peer not in self._lost and _find(peer) is None:
                 self._lost.add(peer)
-                events.append(PeerEvent(peer, None, fenced=True))
+                events.append(PeerEvent(peer, fenced=True))
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
@@ -195,7 +194,7 @@ class InprocTransport:
         self._peers.clear()
         return ()
 
-    def _receive(self, sender: Peer, writes: Writes, source: I64, notify: bytes | None) -> Exception | None:
+    def _receive(self, writes: Writes, source: I64) -> Exception | None:
         """Called by the writing peer, in its thread. What is registered now counts: nothing, once closed."""
         with self._target:
             try:
@@ -203,8 +202,6 @@ class InprocTransport:
             except RegistrationError as error:
                 return error
             copy(target, source, writes.nbytes)
-            if notify is not None:
-                self._events.append(PeerEvent(sender, notify))
             return None
 
 

@@ -373,14 +373,12 @@ class CombinedTransport:
 
     # Writes.
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; ``after`` where the peer's lane waits for events."""
         self._check_open()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"{self.name}: no peer {peer.hex()}")
-        if notify is not None:
-            raise TransportError(f"{self.name} carries no notifications")
         carrier = remote.carrier
         if carrier.failed:
             raise TransportError(f"{self.name}: lane {carrier.name!r}: {carrier.out}")
@@ -419,9 +417,9 @@ class CombinedTransport:
         if isinstance(event, PeerEvent):
             peer = self._owners.get((carrier.name, event.peer))
             remote = None if peer is None else self._peers.get(peer)
-            if peer is None or remote is None or remote.carrier is not carrier or event.data is not None:
+            if peer is None or remote is None or remote.carrier is not carrier:
                 return None
-            return PeerEvent(peer, None, fenced=event.fenced and remote.alone)
+            return PeerEvent(peer, fenced=event.fenced and remote.alone)
         quiet = isinstance(event, Settled) or event.quiesced
         ticket = carrier.tickets.pop(event.ticket, None) if quiet else carrier.tickets.get(event.ticket)
         if ticket is None:
@@ -437,7 +435,7 @@ class CombinedTransport:
         lost = [peer for peer, remote in self._peers.all.items() if remote.carrier is carrier]
         ended = [WriteEnded(ticket, TransportError(why), quiesced=False) for ticket in sorted(carrier.open)]
         carrier.open.clear()
-        return [*ended, *(PeerEvent(peer, None) for peer in lost)]
+        return [*ended, *(PeerEvent(peer) for peer in lost)]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; each lane is closed, whatever another one raises."""
@@ -570,7 +568,6 @@ def _weakest(caps: Sequence[Capabilities]) -> Capabilities:
         in_process_only=all(one.in_process_only for one in caps),
         needs_target_polling=any(one.needs_target_polling for one in caps),
         waits_events=all(one.waits_events for one in caps),
-        notifies=False,
         detects_peer_death=all(one.detects_peer_death for one in caps),
         late_writes=True,
         max_batch=min(bounded, default=None),

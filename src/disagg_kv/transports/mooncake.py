@@ -214,14 +214,12 @@ class MooncakeTransport:
         """See :meth:`Transport.disconnect`."""
         self._peers.remove(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never blocks. :meth:`poll` sees that ``after`` has happened."""
         self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"mooncake: no peer {peer.hex()}")
-        if notify is not None:
-            raise TransportError("mooncake carries no notifications")
         devices = [(i, b.device) for i, b in self._table.items()] if "cuda" in self.caps.devices else ()
         calls = cut(writes, self._table.extents, remote.extents, devices)
         ticket = Ticket(next(self._tickets))
@@ -380,7 +378,7 @@ class MooncakeTransport:
             remote.exited_at = now
         if not remote.lost and (remote.gone or remote.exited_at is not None):
             remote.lost = True
-            self._events.append(PeerEvent(remote.peer, None))
+            self._events.append(PeerEvent(remote.peer))
 
 
 def _check(host: str, protocol: str, workers: int, timeout_s: int | None, drain_s: float) -> None:

@@ -104,7 +104,6 @@ class NixlTransport:
     caps = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         waits_events=True,
-        notifies=True,
         detects_peer_death=True,
         late_writes=True,
         drain_s=5.0,
@@ -251,7 +250,7 @@ class NixlTransport:
         if self._peers.remove(peer) is not None:
             self._worker.forget(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; describes a small batch at once, and posts it once its event has happened.
 
         A large one is left to the thread, and so is any while the thread is busy.
@@ -269,7 +268,7 @@ class NixlTransport:
         self._unquiet.add(ticket)
         self._table.hold(ticket, writes)
         nbytes = writes.nbytes.item(0) if len(writes) == 1 else writes.total()
-        self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes, remote.near, after))
+        self._worker.post(Job(ticket, peer, parts, self._sources, nbytes, remote.near, after))
         return ticket
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
@@ -281,9 +280,7 @@ class NixlTransport:
             if isinstance(event, Settled) or (isinstance(event, WriteEnded) and event.quiesced):
                 self._unquiet.discard(event.ticket)
                 self._table.quiet(event.ticket)
-        return [
-            e for e in events if not (isinstance(e, PeerEvent) and e.data is None and e.peer not in self._peers.all)
-        ]
+        return [e for e in events if not isinstance(e, PeerEvent) or e.peer in self._peers.all]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""

@@ -239,12 +239,12 @@ class Agent:
         with _Mapped(f"peer {name}: remove"):
             self._agent.remove_remote_agent(name)
 
-    def prepare(self, name: str, part: DescriptorList, notify: bytes) -> Handle:
-        """Describe a write; nothing is read or written yet. ``notify`` reaches the peer after it; empty: nothing."""
+    def prepare(self, name: str, part: DescriptorList) -> Handle:
+        """Describe a write; nothing is read or written yet."""
         with _Mapped(f"peer {name}: {len(part.local)} writes"), _on(part.here):
             local = self._agent.get_xfer_descs(part.local, _KINDS[part.here[0]])
             remote = self._agent.get_xfer_descs(part.remote, _KINDS[part.there[0]])
-            return Handle(self._agent.initialize_xfer("WRITE", local, remote, name, notify))
+            return Handle(self._agent.initialize_xfer("WRITE", local, remote, name))
 
     def post(self, name: str, handle: Handle, here: Place) -> bool:
         """Begin the write, and often finish it: copies are made in this call, unless a GPU makes them. True: done."""
@@ -262,16 +262,15 @@ class Agent:
         with _Mapped("release"):
             raw.release()
 
-    def notify(self, name: str, message: bytes) -> None:
-        """Send a message that no write carries."""
-        with _Mapped(f"peer {name}: notify"):
-            self._agent.send_notif(name, message)
+    def probe(self, name: str) -> None:
+        """Send a message that says nothing: it fails where the peer has ended."""
+        with _Mapped(f"peer {name}: probe"):
+            self._agent.send_notif(name, b"\0")
 
-    def notifications(self) -> Mapping[str, Sequence[bytes]]:
-        """Messages by the name of the agent that sent them. Also what moves peers' writes on."""
+    def progress(self) -> None:
+        """Move peers' writes on, and drop their probes."""
         with _Mapped("progress"):
-            found: dict[str, list[bytes]] = self._agent.get_new_notifs()
-            return found
+            self._agent.get_new_notifs()
 
 
 def _is_done(status: str) -> bool:

@@ -43,7 +43,7 @@ AWAY_S = 0.002
 with the lock that the caller needs to post."""
 
 HEAR_S = 0.001
-"""Seconds between two looks of callers for notifications."""
+"""Seconds between two turns of callers to move peers' writes on."""
 
 LOOK_S = 0.02
 """Seconds between two checks of the processes of peers."""
@@ -63,8 +63,6 @@ STALLED_S = 10.0
 
 STUCK_S = 5.0
 """How long ``close`` waits for a call of the library to return."""
-
-_DATA, _PROBE = b"\1", b"\0"
 
 
 @define(eq=False)
@@ -92,7 +90,6 @@ class Job:
         ticket: which.
         peer: to whom.
         parts: what is still to be posted, one after the other.
-        notify: the notification for the peer after all parts; None: none.
         sources: keeps the memory that is read alive.
         nbytes: of all parts.
         near: whether the peer is on this host.
@@ -104,7 +101,6 @@ class Job:
     ticket: Ticket
     peer: Peer
     parts: deque[DescriptorList]
-    notify: bytes | None
     sources: object
     nbytes: int
     near: bool
@@ -403,13 +399,7 @@ class Worker:
     def _hear(self) -> None:
         # A peer's end shows where it is written to; it is no reason not to hear the others.
         with suppress(TransportError, PeerLostError):
-            for name, messages in self._agent.notifications().items():
-                for message in messages:
-                    if message.startswith(_DATA):
-                        self._active_at = time.monotonic()
-                        # Agents of other programs are not addressed as ours are.
-                        with suppress(ValueError):
-                            self._events.append(PeerEvent(Peer(bytes.fromhex(name)), message[1:]))
+            self._agent.progress()
 
     # Jobs.
 
@@ -417,16 +407,13 @@ class Worker:
         """Post the next part of a job, or end it."""
         link = self._links.get(job.peer)
         name = job.peer.hex()
-        notify = b"" if job.notify is None or len(job.parts) > 1 else _DATA + job.notify
         try:
             if link is None or link.lost:
                 raise PeerLostError(f"nixl: peer {name} is lost")
             if not job.parts:
-                if notify:
-                    self._agent.notify(name, notify)
                 self._events.append(WriteEnded(job.ticket))
                 return
-            job.handle = self._agent.prepare(name, job.parts[0], notify)
+            job.handle = self._agent.prepare(name, job.parts[0])
         except (TransportError, PeerLostError) as error:
             self._events.append(WriteEnded(job.ticket, error))
             return
@@ -532,7 +519,7 @@ class Worker:
     def _probe(self, link: Link, now: float) -> None:
         link.probe_at = now + PROBE_S
         try:
-            self._agent.notify(link.name, _PROBE)
+            self._agent.probe(link.name)
         except PeerLostError:
             self._lose(link)
         except TransportError:
@@ -542,7 +529,7 @@ class Worker:
     def _lose(self, link: Link) -> None:
         if not link.lost:
             link.lost = True
-            self._events.append(PeerEvent(link.peer, None))
+            self._events.append(PeerEvent(link.peer))
 
 
 def _warn(job: Job, now: float) -> None:

@@ -194,14 +194,14 @@ class ShmTransport:
         self._peers.remove(peer)
         self._exits.remove(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns. The first write to a region maps it."""
         self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"shm: no peer {peer.hex()}")
-        if notify is not None or after is not None:
-            raise TransportError("shm neither carries notifications nor waits for events")
+        if after is not None:
+            raise TransportError("shm does not wait for events: wait first")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
         try:
@@ -296,4 +296,4 @@ class ShmTransport:
     def _note_end(self, peer: Peer, remote: _Remote) -> None:
         if not remote.lost:
             remote.lost = True
-            self._events.append(PeerEvent(peer, None, fenced=True))
+            self._events.append(PeerEvent(peer, fenced=True))

@@ -196,11 +196,11 @@ class PipesTransport:
             self._left.append(link)
             self._lost.discard(peer)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         self._home.check()
         link = self._links.get(peer)
-        if link is None or notify is not None or after is not None:
-            raise TransportError("third-party: unknown peer, or a notification or event, which it does not support")
+        if link is None or after is not None:
+            raise TransportError("third-party: unknown peer, or an event, which it does not support")
         if len(writes.nbytes) > (self.caps.max_batch or 0):
             raise TransportError(f"third-party: {len(writes.nbytes)} writes, but at most {self.caps.max_batch} a batch")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
@@ -225,7 +225,7 @@ class PipesTransport:
         for peer, link in self._links.all.items():
             if peer not in self._lost and link.lost():
                 self._lost.add(peer)
-                events.append(PeerEvent(peer, None))
+                events.append(PeerEvent(peer))
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

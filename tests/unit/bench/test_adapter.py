@@ -66,7 +66,7 @@ class Fading(Plain):
 class Careless(InprocTransport):
     """Loses all and says that all is well."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         return super().submit(peer, attrs.evolve(writes, nbytes=0 * writes.nbytes))
 
 
@@ -75,7 +75,7 @@ class Forgetful(InprocTransport):
 
     wrote = False
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         kept, self.wrote = attrs.evolve(writes, nbytes=0 * writes.nbytes) if self.wrote else writes, True
         return super().submit(peer, kept)
 

@@ -29,7 +29,7 @@ PHASES = ["plan", "gather", "post", "wire", "scatter", "checksum"]
 class Careless(InprocTransport):
     """Loses the last byte of each write and says that all is well."""
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         return super().submit(peer, attrs.evolve(writes, nbytes=np.maximum(writes.nbytes - 1, 0)))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bench.emulated import EmulatedWire, emulate
 from disagg_kv.endpoints.handle import HostEvent
-from disagg_kv.errors import ConfigurationError, TransportError
+from disagg_kv.errors import ConfigurationError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
@@ -61,9 +61,9 @@ class Eager(InprocTransport):
 
     caps = attrs.evolve(InprocTransport.caps, waits_events=True)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Write at once."""
-        return super().submit(peer, writes, notify=notify)
+        return super().submit(peer, writes)
 
 
 class Broken:
@@ -132,11 +132,8 @@ def test_only_a_wire_around_an_allocating_transport_allocates() -> None:
     around.close(0.0)
 
 
-def test_numbers_that_make_no_wire_and_notifications_are_refused() -> None:
+def test_numbers_that_make_no_wire_are_refused() -> None:
     """Before anything is written."""
     for speed, latency in ((0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (1.0, -1.0)):
         with pytest.raises(ConfigurationError, match="emulated wire"):
             emulate(InprocTransport(), speed, latency)
-    pair, _ = _pair(FakeClock(), InprocTransport())
-    with pytest.raises(TransportError, match="notifications"):
-        pair.submit((0, 0, N), notify=b"x")

@@ -424,7 +424,7 @@ class Counted(InprocTransport):
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """With what is reported."""
         reports, self.reports = self.reports, []
-        return [*super().poll(), *(PeerEvent(peer, None) for peer in reports)]
+        return [*super().poll(), *(PeerEvent(peer) for peer in reports)]
 
 
 def counted(rig: Rig) -> Counted:

@@ -279,10 +279,10 @@ class FailingOnce(InprocTransport):
 
     armed = posted = False
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Note it."""
         self.posted = self.armed
-        return super().submit(peer, writes, notify=notify, after=after)
+        return super().submit(peer, writes, after=after)
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """Raise or pass on."""

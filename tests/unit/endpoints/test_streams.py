@@ -88,7 +88,7 @@ class StreamTransport(FaultyTransport):
         self.caps = attrs.evolve(self.caps, late_writes=False, waits_events=True)
         self.after: dict[Ticket, Event | None] = {}
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """Only keeps the batch."""
         ticket = super().submit(peer, writes)
         self.after[ticket] = after

@@ -105,16 +105,15 @@ def test_a_late_batch_lands_after_its_error() -> None:
 
 
 def test_a_delayed_batch_completes_when_it_is_released() -> None:
-    """With its notification; later ones overtake it."""
+    """Later ones overtake it."""
     rig = Rig(Fault.DELAYED)
-    ticket = rig.pair.submit((0, 0, N), notify=b"late")
-    other = rig.pair.submit((0, 0, 10), notify=b"early")
+    ticket = rig.pair.submit((0, 0, N))
+    other = rig.pair.submit((0, 0, 10))
     assert rig.events() == [("ended", other, True)]
     assert rig.landed() == 10
     rig.faulty.release()
     assert rig.events() == [("ended", ticket, True)]
     assert rig.landed() == N
-    assert [h.data for h in rig.pair.target.events() if isinstance(h, PeerEvent)] == [b"early", b"late"]
 
 
 def test_a_hung_batch_never_ends() -> None:
@@ -133,7 +132,7 @@ def test_a_lost_peer_stays_lost() -> None:
     rig = Rig(Fault.PEER_LOST)
     first, second = rig.submit(), rig.submit()
     events = list(rig.pair.source.events())
-    assert events[0] == PeerEvent(rig.pair.peer, None, fenced=False)
+    assert events[0] == PeerEvent(rig.pair.peer, fenced=False)
     ended = [e for e in events if isinstance(e, WriteEnded)]
     assert [(e.ticket, e.quiesced) for e in ended] == [(first, True), (second, True)]
     assert all(isinstance(e.error, PeerLostError) for e in ended)
@@ -167,13 +166,6 @@ def test_close_names_what_is_held(fault: Fault) -> None:
     ticket = rig.submit()
     assert list(rig.faulty.close(0.0)) == [ticket]
     rig.faulty.release()
-
-
-def test_a_notification_needs_an_inner_transport_that_carries_it() -> None:
-    """Also for a batch that is to fail."""
-    rig = Rig(Fault.DELAYED, ShmTransport)
-    with pytest.raises(TransportError, match="shm neither carries"):
-        rig.pair.submit((0, 0, 1), notify=b"")
 
 
 def test_the_claims_are_the_inner_ones_and_late_writes() -> None:
@@ -270,7 +262,7 @@ def test_an_owner_that_ends_is_lost_and_its_memory_stays_mapped(later: bool) -> 
         with pytest.raises(PeerLostError, match="is lost"):
             mapped.map()
     assert "no open peer" in (mapped.refusal() or "")
-    assert [event for event in pair.source.events() if isinstance(event, PeerEvent)] == [PeerEvent(pair.peer, None)]
+    assert [event for event in pair.source.events() if isinstance(event, PeerEvent)] == [PeerEvent(pair.peer)]
     HostMemory().write(buffer, pair.data)
     assert pair.target.read(pair.remote).tobytes() == pair.data.tobytes()
     pair.submit((0, 0, 9))

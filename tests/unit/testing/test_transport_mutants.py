@@ -42,7 +42,6 @@ DEREGISTERED = "a_deregistered_region_is_not_written_to_by_later_descriptors"
 SILENCE = "a_write_to_a_region_that_is_deregistered_meanwhile_is_not_lost_in_silence"
 FENCE = "a_killed_peer_writes_nothing_after_its_fence"
 PART = "a_region_may_begin_and_end_anywhere_in_an_allocation"
-NOTICE = "a_notification_arrives_once_and_after_its_data"
 FORKED = "a_forked_child_can_call_nothing_and_changes_nothing"
 FAILS = "an_event_that_fails_is_the_cause_of_the_error"
 AGAIN = "connecting_and_disconnecting_leaves_nothing_open"
@@ -90,10 +89,6 @@ HERE: list[tuple[type[ModelTransport], str, str, dict[str, object]]] = [
     (false.BlocksForEvents, "neither_submit_nor_poll_waits_for_an_event", "blocks", {"rows": FEW}),
     (false.PollBlocksForEvents, "neither_submit_nor_poll_waits_for_an_event", "blocks", {"rows": FEW}),
     (false.UnclaimedEvents, "an_event_is_refused_where_it_would_not_be_waited_for", "not refused", {}),
-    (false.NeverNotifies, NOTICE, "waited 1.0 s for notification 1", {}),
-    (false.NotifiesTwice, NOTICE, "not exactly once", {}),
-    (false.NotifiesFirst, NOTICE, "bytes are wrong", {}),
-    (false.UnclaimedNotifications, NOTICE, "not refused", {}),
     (false.NotOnlyOwnMemory, "memory_from_elsewhere_is_a_target", "region", {}),
     (false.NoMemoryOfItsOwn, "own_memory_only_comes_with_memory_of_its_own", "there is no allocate", {}),
     (

@@ -197,7 +197,7 @@ def test_several_have_the_powers_of_any_and_the_promises_of_the_weakest() -> Non
     assert isinstance(both, SupportsMapping)
     assert isinstance(both, SupportsFlags)
     caps = combine([Slow(), ShmTransport()]).caps
-    assert (caps.own_memory_only, caps.in_process_only, caps.notifies, caps.max_batch) == (True, False, False, 7)
+    assert (caps.own_memory_only, caps.in_process_only, caps.max_batch) == (True, False, 7)
     assert (caps.drain_s, combine([Unknown(), ShmTransport()]).caps.drain_s) == (3.0, None)
 
 
@@ -314,7 +314,7 @@ def test_a_lane_that_fails_loses_its_peers_and_no_others() -> None:
     ticket = both.submit(peer, one(0, 0, 10))
     brittle.broken = True
     events = both.poll()
-    assert events[-1] == PeerEvent(peer, None)
+    assert events[-1] == PeerEvent(peer)
     assert isinstance(events[0], WriteEnded)
     assert (events[0].ticket, events[0].quiesced, len(events)) == (ticket, False, 2)
     assert "it has failed: the card is gone" in str(events[0].error)
@@ -362,8 +362,8 @@ def test_an_end_is_a_fence_only_where_there_is_no_other_lane() -> None:
     for target in (alone, several):
         target.close(0.0)
     assert sorted(source.poll(), key=lambda event: not getattr(event, "fenced", False)) == [
-        PeerEvent(peers[0], None, fenced=True),
-        PeerEvent(peers[1], None, fenced=False),
+        PeerEvent(peers[0], fenced=True),
+        PeerEvent(peers[1], fenced=False),
     ]
 
 
@@ -403,7 +403,7 @@ def test_a_lane_that_has_failed_since_a_peer_was_told_of_it_still_delays_that_pe
     assert ours.lane(peer).name == "inproc"
     assert ours.lane(peer).caps.drain_s == 30.0
     theirs.close(0.0)
-    assert ours.poll() == [PeerEvent(peer, None, fenced=False)]
+    assert ours.poll() == [PeerEvent(peer, fenced=False)]
     fresh, other = combine([InprocTransport(), Late()]), combine([Late(), InprocTransport()])
     assert isinstance(fresh, CombinedTransport)
     fresh._carriers[1].transport.broken = True  # type: ignore[attr-defined]

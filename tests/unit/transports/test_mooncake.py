@@ -120,7 +120,7 @@ def test_a_closed_peer_is_lost_at_the_next_write(pair: Pair) -> None:
     assert isinstance(ended.error, PeerLostError)
     assert ended.quiesced, "it was never given to the library"
     pair.until(lambda: bool(pair.log.peer_events), "the loss to be told")
-    assert pair.log.peer_events == [PeerEvent(pair.peer, None)]
+    assert pair.log.peer_events == [PeerEvent(pair.peer)]
     third = pair.submit((0, 0, 10))
     assert pair.end(third).quiesced
     with pytest.raises(PeerLostError, match="is lost"):

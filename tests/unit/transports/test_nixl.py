@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import msgspec
@@ -114,7 +114,7 @@ def test_an_idle_peer_that_is_killed_is_reported_without_any_write(source: End, 
     descriptor = victim.descriptor()
     peer = source.connect(descriptor, WAIT_S)
     victim.kill()
-    assert collected(source, 1) == [PeerEvent(peer, None)]
+    assert collected(source, 1) == [PeerEvent(peer)]
     with pytest.raises(PeerLostError):
         source.connect(descriptor, WAIT_S)
     source.transport.disconnect(peer)
@@ -126,7 +126,7 @@ def test_a_peer_that_cannot_be_watched_is_probed(source: End, target: End) -> No
     """As of another host; here its transport closes, its process lives."""
     peer = source.connect(target.descriptor(), WAIT_S)
     target.close(0.0)
-    assert collected(source, 1) == [PeerEvent(peer, None)]
+    assert collected(source, 1) == [PeerEvent(peer)]
 
 
 def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: End) -> None:
@@ -145,7 +145,7 @@ def test_writes_to_a_killed_peer_end_unquiet_and_settle_when_its_end_was_seen(so
     here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
     peer = source.connect(victim.descriptor(), WAIT_S)
     victim.pause()
-    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
+    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)])) for _ in range(5)]
     with pytest.raises(RegistrationError, match="not quiet"):
         source.drop(here)
     victim.kill()
@@ -173,7 +173,7 @@ def test_a_write_that_is_under_way_for_long_is_told_once(
     here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
     peer = source.connect(victim.descriptor(), WAIT_S)
     victim.pause()
-    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
+    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)])) for _ in range(5)]
 
     def messages() -> list[str]:
         return [record.getMessage() for record in caplog.records if "under way" in record.getMessage()]
@@ -192,7 +192,7 @@ def test_close_names_what_is_in_flight_to_a_frozen_peer(source: End, victim: Chi
     here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
     peer = source.connect(victim.descriptor(), WAIT_S)
     victim.pause()
-    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
+    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)])) for _ in range(5)]
     source.transport.disconnect(peer)
     left = source.close(0.1)
     ended = {event.ticket for event in source.events() if isinstance(event, WriteEnded)}
@@ -222,13 +222,13 @@ def test_an_idle_transport_rests_between_two_looks_at_the_library(target: End, m
     one.connect(target.descriptor(), WAIT_S)
     assert isinstance(one.transport, NixlTransport)
     agent = one.transport._worker._agent
-    notifications, looks = agent.notifications, list[float]()
+    progress, looks = agent.progress, list[float]()
 
-    def counted() -> Mapping[str, Sequence[bytes]]:
+    def counted() -> None:
         looks.append(time.monotonic())
-        return notifications()
+        progress()
 
-    monkeypatch.setattr(agent, "notifications", counted)
+    monkeypatch.setattr(agent, "progress", counted)
     wait(lambda: len(looks) >= 150, lambda: None, WAIT_S, "150 looks")  # the first pauses are shorter
     before = len(looks)
     wait(lambda: len(looks) >= before + 50, lambda: None, WAIT_S, "fifty more")
@@ -237,7 +237,7 @@ def test_an_idle_transport_rests_between_two_looks_at_the_library(target: End, m
 
 
 def test_memory_of_several_devices_goes_in_several_parts(source: End, target: End) -> None:
-    """One batch, one ticket, one notification after all of it; the CPU has two names here."""
+    """One batch and one ticket; the CPU has two names here."""
     data = [noise(4096, seed) for seed in range(3)]
     memory = [np.zeros(4096, np.uint8) for _ in data]
     names = ("cpu", "cpu:0", "cpu")
@@ -251,10 +251,7 @@ def test_memory_of_several_devices_goes_in_several_parts(source: End, target: En
     local, remote = np.array([*here, here[0]], np.int32), np.array([*there, there[1]], np.int32)
     zero = np.zeros(4, np.int64)
     writes = Writes(local, zero, remote, zero, np.array([4096, 4096, 4096, 0], np.int64))
-    ticket = source.submit(peer, writes, b"all")
-    (notifications,) = collected(target, 1)
-    assert isinstance(notifications, PeerEvent)
-    assert notifications.data == b"all"
+    ticket = source.submit(peer, writes)
     assert collected(source, 1) == [WriteEnded(ticket)]
     for found, want in zip(memory[::-1], data, strict=True):
         same(found, want)
@@ -365,7 +362,7 @@ def test_only_who_copies_in_the_call_that_begins_a_write_asks_at_once_whether_it
     place = (kind, 0)
     part = nixl_library.DescriptorList(place, [(0, 1, 0)], place, [(0, 1, 0)])
     worker = transport._worker
-    job = nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque([part]), None, None, 1, True)
+    job = nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque([part]), None, 1, True)
     with worker._lock:
         job.handle = nixl_library.Handle(object())
         worker._open.waiting.append(job)
@@ -379,21 +376,10 @@ def test_who_looks_after_the_end_finds_nothing(source: End, caplog: pytest.LogCa
     transport = source.transport
     assert isinstance(transport, NixlTransport)
     transport._worker.close(0.0)
-    transport._worker._open.waiting.append(nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque(), None, None, 0, True))
+    transport._worker._open.waiting.append(nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque(), None, 0, True))
     assert transport.poll() == []
     assert not caplog.records, "an error that was not foreseen"
     transport._worker._open.waiting.clear()
-
-
-def test_a_notification_needs_no_data(source: End, target: End) -> None:
-    """An empty batch may carry one."""
-    peer = source.connect(target.descriptor(), WAIT_S)
-    ticket = source.submit(peer, batch(RegionId(0), RegionId(0), []), b"alone")
-    assert collected(source, 1) == [WriteEnded(ticket)]
-    (notifications,) = collected(target, 1)
-    assert isinstance(notifications, PeerEvent)
-    assert notifications.data == b"alone"
-    assert notifications.peer == decode(source.descriptor(), "nixl").incarnation
 
 
 def test_cuda_memory_is_refused_where_there_is_none(source: End) -> None:

@@ -116,7 +116,7 @@ def test_memory_that_the_thread_never_came_to_register_stays_unknown(one: End, m
 
     monkeypatch.setattr(Agent, "register", counted)
     with monkeypatch.context() as patch:
-        stuck = Stuck(patch, "notifications")
+        stuck = Stuck(patch, "progress")
         assert stuck.begun.wait(60.0)
         with pytest.raises(RegistrationError, match=r"nixl: .*4096 bytes.* 0\.2 s"):
             one.transport.register([buffer()])

@@ -146,7 +146,7 @@ source, target = np.ones(1 << 22, np.uint8), np.zeros(1 << 22, np.uint8)
 (here,) = a.register([Buffer(source.ctypes.data, source.nbytes, "cpu", source)])
 (there,) = b.register([Buffer(target.ctypes.data, target.nbytes, "cpu", target)])
 peer = a.connect(b.local_descriptor(), 120.0)
-ticket = a.submit(peer, Writes.one(here, 0, there, 0, 1 << 22), notify=b"")
+ticket = a.submit(peer, Writes.one(here, 0, there, 0, 1 << 22))
 """
 
 ENDS = {

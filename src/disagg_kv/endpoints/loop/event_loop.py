@@ -419,7 +419,7 @@ class EventLoop:
             self.side.on_ticket(event)
             return
         epoch = self.connections.epoch(event.peer)
-        if epoch is None or event.data is not None:
+        if epoch is None:
             self.observer.count("transport.unexpected")
             return
         lane = lane_of(self.me.transport, event.peer)
