@@ -33,14 +33,8 @@ def test_it_answers_as_a_set_of_cells_would(added: list[Rectangle], asked: list[
         coverage.check_integrity()
         model |= _cells(rectangle)
     for rectangle in [*asked, *added]:
-        start, _, first, last = rectangle
         assert coverage.contains(*rectangle) == coverage.covers(*rectangle) == (_cells(rectangle) <= model)
         assert coverage.overlaps(*rectangle) == bool(_cells(rectangle) & model)
-        stop = start
-        while all((stop, layer) in model for layer in range(first, last)):
-            stop += 1
-        assert coverage.landed_until(start, range(first, last)) == stop
-        assert coverage.landed_until(start, list(range(first, last))[::-1]) == stop
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.randoms())
@@ -54,4 +48,3 @@ def test_a_grid_of_segments_in_any_order_ends_as_one_rectangle(rows: int, layers
         coverage.add(*piece)
     coverage.check_integrity()
     assert coverage.contains(0, 3 * rows, 0, layers)
-    assert coverage.landed_until(0, range(layers)) == 3 * rows

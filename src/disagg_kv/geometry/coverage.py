@@ -103,26 +103,6 @@ class Coverage:
         low, high = self._between(first, last)
         return any(band.touches(start, stop) for band in self._bands[low:high])
 
-    def landed_until(self, start: int, layers: Iterable[int]) -> int:
-        """The largest ``stop`` such that the rows ``[start, stop)`` are in for all of the layers.
-
-        Raises:
-            GeometryError: no layers.
-        """
-        least: int | None = None
-        known = (0, 0, start)
-        for layer in layers:
-            if not known[0] <= layer < known[1]:
-                low, high = self._between(layer, layer + 1)
-                if low == high:
-                    return start
-                band = self._bands[low]
-                known = (band.first, band.last, band.until(start))
-            least = known[2] if least is None else min(least, known[2])
-        if least is None:
-            raise GeometryError("no layers are given")
-        return least
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless bands and their intervals are in order, disjoint and merged."""
         for band in self._bands:

@@ -16,20 +16,6 @@ def test_nothing_has_landed_at_first() -> None:
     assert coverage.contains(0, 9, 3, 3)
     assert not coverage.overlaps(5, 5, 0, 64)
     assert not coverage.overlaps(0, 9, 3, 3)
-    assert coverage.landed_until(7, range(4)) == 7
-
-
-def test_a_layer_that_lags_holds_the_others_back() -> None:
-    """What is complete is what every layer has."""
-    coverage = Coverage()
-    coverage.add(10, 30, 0, 4)
-    coverage.add(30, 40, 0, 2)
-    assert coverage.landed_until(10, range(4)) == 30
-    assert coverage.landed_until(12, range(2)) == 40
-    assert coverage.landed_until(9, range(4)) == 9
-    assert coverage.landed_until(10, range(5)) == 10
-    with pytest.raises(GeometryError, match="no layers"):
-        coverage.landed_until(0, [])
 
 
 @pytest.mark.parametrize("rectangle", [(0, 0, 0, 1), (2, 1, 0, 1), (-1, 1, 0, 1), (0, 1, 1, 1), (0, 1, -1, 1)])
