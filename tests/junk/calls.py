@@ -181,10 +181,10 @@ def _prefill(bench: Bench) -> Ready:
     return endpoints.PrefillEndpoint, {**_endpoint(bench), **more}
 
 
-@covers("DecodeEndpoint.__init__", **ENDPOINT, waits_for_peers="flag", ring_bytes="count or none",
+@covers("DecodeEndpoint.__init__", **ENDPOINT, ring_bytes="count or none",
         allocator="function", scatter_bytes_per_s="number or none")  # fmt: skip
 def _decode(bench: Bench) -> Ready:
-    more = {"waits_for_peers": True, "ring_bytes": 4096, "allocator": RingStagingAllocator}
+    more = {"ring_bytes": 4096, "allocator": RingStagingAllocator}
     more |= {"scatter_bytes_per_s": None}
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
 

@@ -18,7 +18,7 @@ from tests.unit.endpoints import test_edges as edges
 from tests.unit.endpoints import test_flags as flags
 from tests.unit.endpoints import test_last_words as last_words
 from tests.unit.endpoints import test_path_choice as choice
-from tests.unit.endpoints import test_waits_for_peers as waits
+from tests.unit.engines.sglang import test_options as sglang_options
 
 from .bugs import CHOICE, COPIES, FLAGS, LOOP, MOVER, TABLES
 from .planting import Mutant
@@ -87,8 +87,8 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             FLAGS + "FlagPage.parted", "self._free += self._of.pop(epoch, ())", "pass"),
      flags.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),
     (Mutant("pages are exposed of an engine that waits for no peer",
-            "endpoints.decode.endpoint:_usable", "(able and waits)", "able"),
-     waits.test_auto_exposes_no_pages_of_an_engine_that_waits_for_no_peer),
+            "engines.sglang.options:SGLangOptions.names", '"staged" if chosen.path == AUTO else chosen.path',
+            "chosen.path"), partial(sglang_options.no_pages_are_exposed, "auto")),
     (Mutant("pages are exposed although a rank has not said that it mapped them",
             CHOICE + "_refusal", "self._unmapped.get(remote.epoch, UNSAID)", "self._unmapped.get(remote.epoch)"),
      partial(choice.test_auto_copies_into_mapped_pages_once_prefill_has_said_that_it_mapped_them, choice.SPEC)),

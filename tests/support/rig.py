@@ -98,7 +98,6 @@ class DecodeOptions(TypedDict, total=False):
 
     strategy: str
     verdict: type[Elected] | type[Alone]
-    waits_for_peers: bool
     verify: Verify
     ring_bytes: int
     allocator: Callable[[int], StagingAllocator]

@@ -95,7 +95,7 @@ class Server:
             endpoint = (
                 PrefillEndpoint(pool, slot_bytes=BYTES // 8, **common)
                 if prefill
-                else DecodeEndpoint(pool, ring_bytes=BYTES, waits_for_peers=False, **common)
+                else DecodeEndpoint(pool, ring_bytes=BYTES, **common)
             )
             self.sides.append(Side(endpoint, page))
             self.caches.append(cache)

@@ -84,7 +84,6 @@ def open_endpoints(
     group: Any,
     produces: bool,
     consumes: bool,
-    waits_for_peers: bool,
 ) -> Opened:
     """Open the endpoints of a rank. All ranks of the instance call; none waits for one that cannot.
 
@@ -98,7 +97,6 @@ def open_endpoints(
         group: the engine's group of the tensor-parallel ranks on the CPU; not used by a single rank.
         produces: the instance prefills for others.
         consumes: the instance decodes for others.
-        waits_for_peers: the engine keeps pages until a room is released; as for the decode endpoint.
 
     Raises:
         ConfigurationError: an option that does not fit, or another rank has failed. What ``pool_of`` raises, too.
@@ -107,9 +105,7 @@ def open_endpoints(
 
         def begin() -> tuple[tuple[Rendezvous, Opened], dict[str, Any]]:
             meeting = _rendezvous(options)
-            opened = _open(
-                undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes, waits_for_peers
-            )
+            opened = _open(undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes)
             return (meeting, opened), {"addresses": opened.addresses}
 
         (meeting, opened), everyone = agreed(begin, instance, tp, group)
@@ -135,7 +131,6 @@ def _open(
     rank: int,
     produces: bool,
     consumes: bool,
-    waits_for_peers: bool,
 ) -> Opened:
     """This rank's part; ``addresses`` are those of its own prefill and decode endpoint, "" where there is none."""
     device = str(pool.buffers[0].device)
@@ -167,8 +162,7 @@ def _open(
             undo.callback(sender.close)
             shown.show("prefill", sender)
         if consumes:
-            sides = connections("decode", decode_name(instance))
-            receiver = DecodeEndpoint(pool, waits_for_peers=waits_for_peers, ring_bytes=staging, **sides)
+            receiver = DecodeEndpoint(pool, ring_bytes=staging, **connections("decode", decode_name(instance)))
             undo.callback(receiver.close)
             shown.show("decode", receiver)
     return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch, shown)

@@ -69,7 +69,6 @@ def transports(options: EngineOptions) -> list[Transport]:
         group=None,
         produces=True,
         consumes=True,
-        waits_for_peers=True,
     )
     try:
         return [end.driver.loop.me.transport for end in (made.sender, made.receiver) if end is not None]

@@ -53,10 +53,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         rank: index of this rank in the instance.
         shards: the shard of every rank of the instance; None: there is one rank.
         strategy: the paths that prefill may take, and the selection. ``"auto"`` allows the paths that work with the
-            pool's memory, and that ``waits_for_peers`` allows. With ``"+incremental"``,
-            :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
-        waits_for_peers: the engine keeps the pages of a room until ``released``, also where that waits for evidence
-            that no peer writes to them. False: pages are never exposed, and ``released`` waits for own kernels alone.
+            pool's memory. ``"staged"`` is for an engine that cannot keep the pages of a failed room until there is
+            evidence that no peer writes to them: pages are never exposed, and ``released`` waits for own kernels alone.
+            With ``"+incremental"``, :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
         ring_bytes: bytes of the staging ring; None: 256 MiB on a CPU, 1 GiB on a GPU. A segment takes at most an eighth
             of it.
         allocator: creates the allocator of the ring from its number of bytes.
@@ -75,8 +74,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 
     Raises:
         ConfigurationError: an argument of another type or out of range; or an explicit path that exposes pages, with
-            memory that the transport cannot write to, or that it does not map although the path needs that, or with an
-            engine that does not wait for peers.
+            memory that the transport cannot write to, or that it does not map although the path needs that.
         GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
         OversizeError: the pool's aux rows have more than 512 KiB.
     """
@@ -92,7 +90,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         rank: int = 0,
         shards: Sequence[Shard] | None = None,
         strategy: str = AUTO,
-        waits_for_peers: bool = True,
         ring_bytes: int | None = None,
         allocator: Callable[[int], StagingAllocator] = RingStagingAllocator,
         verify: Verify = "off",
@@ -122,8 +119,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             chosen = named(strategy)
             self._selection = chosen.selection
             carrier = parts.transport
-            waits = arguments.flag(waits_for_peers, "waits_for_peers")
-            usable, exposed = _usable(chosen.path, pool, carrier, waits)
+            usable, exposed = _usable(chosen.path, pool, carrier)
             limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
             device = pool.buffers[0].device
             if ring_bytes is None:
@@ -208,14 +204,12 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         return self._side.inspect()
 
 
-def _usable(
-    wanted: str, pool: MemoryPool, transport: Transport, waits: bool
-) -> tuple[tuple[TransferPlanner, ...], bool]:
+def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:
     """The paths that prefill may take, and whether one of them exposes pages."""
     known = paths()
     able = exposable(transport, list(pool.buffers))
     if wanted == AUTO:
-        usable = tuple(p for p in known.values() if (able and waits) or not p.exposes_pages)
+        usable = tuple(p for p in known.values() if able or not p.exposes_pages)
     else:
         usable = (known[wanted],)
         check_mapping(wanted, usable, transport)
@@ -223,10 +217,5 @@ def _usable(
             raise ConfigurationError(
                 f"path {wanted!r} writes into pages, but transport {transport.name!r} writes only to memory that it "
                 "allocated: allocate the pool with it, or take path 'staged'"
-            )
-        if usable[0].exposes_pages and not waits:
-            raise ConfigurationError(
-                f"path {wanted!r} has peers write into pages, and the engine does not wait for them (waits_for_peers): "
-                "take path 'staged'"
             )
     return usable, any(p.exposes_pages for p in usable)

@@ -167,13 +167,12 @@ def open_side(
         options,
         pool,
         instance=instance,
-        strategy=options.names(prefill=produces),
+        strategy=options.names(),
         tp=facts.tp,
         rank=facts.rank,
         group=group,
         produces=produces,
         consumes=not produces,
-        waits_for_peers=False,
     )
     endpoint = opened.sender if produces else opened.receiver
     assert isinstance(endpoint, PrefillEndpoint | DecodeEndpoint)

@@ -57,11 +57,11 @@ class SGLangOptions(EngineOptions):
             raise ConfigurationError(f"{VARIABLE}: no JSON object: {text:.200}")
         return cls.read(VARIABLE, given)
 
-    def names(self, *, prefill: bool) -> str:
-        """The strategy as the endpoint of a side takes it.
+    def names(self) -> str:
+        """The strategy as the endpoint of either side takes it: with ``auto``, no path uses or exposes pages.
 
-        With ``auto``, prefill gives its pages to no path, as SGLang's server stands still while one uses them.
+        Decode frees its pages without waiting for peers. Prefill's server stands still while a path uses its pages.
         """
         chosen = strategy(self.strategy)
-        path = "staged" if chosen.path == AUTO and prefill else chosen.path
+        path = "staged" if chosen.path == AUTO else chosen.path
         return selecting(f"{path}+{chosen.schedule.name}")

@@ -58,7 +58,6 @@ def open_worker(
         group=group,
         produces=produces,
         consumes=consumes,
-        waits_for_peers=True,
     )
     names = {layer.name: LayerId(number) for number, layer in enumerate(facts.layers)}
     mark = None if opened.on_cpu else queued_work

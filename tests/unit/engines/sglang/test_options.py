@@ -16,6 +16,7 @@ from disagg_kv.engines import sglang
 from disagg_kv.engines.sglang import names
 from disagg_kv.engines.sglang.options import VARIABLE, SGLangOptions
 from disagg_kv.errors import ConfigurationError, UnknownNameError, UnsupportedError
+from disagg_kv.strategies import paths, strategy
 
 ROOT = Path(__file__).parents[4]
 
@@ -27,8 +28,20 @@ def read(given: object) -> SGLangOptions:
 def test_the_defaults_need_no_variable() -> None:
     options = SGLangOptions.from_environment({})
     assert options == SGLangOptions.from_environment({VARIABLE: ""}) == read({}) == SGLangOptions()
-    assert options.names(prefill=True) == "staged+per_chunk+incremental"
-    assert options.names(prefill=False) == "auto+per_chunk+incremental"
+    assert options.names() == "staged+per_chunk+incremental"
+
+
+@pytest.mark.parametrize("taken", ["auto", "per_chunk", "auto+incremental", "incremental+per_chunk", "staged"])
+def test_no_strategy_exposes_pages(taken: str) -> None:
+    """SGLang frees them without waiting for peers. The others are refused, see below."""
+    no_pages_are_exposed(taken)
+
+
+def no_pages_are_exposed(taken: str = "auto") -> None:
+    """By the endpoint of either side, which takes one path by its name."""
+    chosen = strategy(read({"strategy": taken}).names())
+    assert not paths()[chosen.path].exposes_pages
+    assert (chosen.schedule.name, chosen.selection.name) == ("per_chunk", "incremental")
 
 
 def test_every_option_is_taken() -> None:
@@ -36,10 +49,10 @@ def test_every_option_is_taken() -> None:
     given |= {"metrics": "[::1]:9100", "status_socket": True}
     options = read(given)
     assert {name: getattr(options, name) for name in given} == given
-    assert options.names(prefill=True) == "staged+per_chunk+incremental"
+    assert options.names() == "staged+per_chunk+incremental"
     options = read({"strategy": "per_chunk"})
-    assert options.names(prefill=True) == "staged+per_chunk+incremental"
-    assert read({"strategy": "staged"}).names(prefill=False) == "staged+per_chunk+incremental"
+    assert options.names() == "staged+per_chunk+incremental"
+    assert read({"strategy": "staged"}).names() == "staged+per_chunk+incremental"
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ def test_the_failure_of_a_rank_is_that_of_all(pair: Pair) -> None:
 
 def test_what_another_engine_sends_to_decode_is_staged(pair: Pair) -> None:
     """Also if it could write into pages: decode exposes none, as SGLang frees them without waiting."""
-    auto = {"strategy": SGLangOptions().names(prefill=False)}
-    p, d = pair((2, 1), decode=auto, prefill=auto, verify="full")
+    ours, other = {"strategy": SGLangOptions().names()}, {"strategy": "auto+incremental"}
+    p, d = pair((2, 1), decode=ours, prefill=other, verify="full")
     p.add(1, prompt(30))
     (receiver,) = d.add(1, prompt(30)).rooms
     wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")

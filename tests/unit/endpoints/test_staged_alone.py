@@ -1,11 +1,8 @@
-"""Engines of decode that wait for no peer before they free pages: none of their pages is exposed."""
+"""Engines of decode that wait for no peer before they free pages take ``staged``: none of their pages is exposed."""
 
 from __future__ import annotations
 
-import pytest
-
 from disagg_kv.core import Phase
-from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from tests.support.rig import Request, Rig, tp_shards
 
@@ -13,15 +10,15 @@ SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
 
 def unexposed() -> Request:
-    """A request whose decode engine waits for no peer, and takes ``auto``, as prefill's does."""
+    """A request whose decode takes ``staged``, and prefill ``auto``."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 2))
-    decodes = rig.decode(tp_shards(SPEC, 1), waits_for_peers=False)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     return rig.request("room", prefills, decodes, 9).start(9)
 
 
-def test_auto_exposes_no_pages_of_an_engine_that_waits_for_no_peer() -> None:
-    """Although the transport maps them: rows are staged."""
+def test_prefill_with_auto_stages_for_decode_with_staged() -> None:
+    """Although the transport maps decode's pages, none is exposed."""
     request = unexposed().landed()
     assert not request.decodes[0].endpoint.inspect().exposes
     assert {handle.report.path for handle in request.handles} == {"staged"}
@@ -40,13 +37,3 @@ def test_a_failed_room_of_an_engine_that_waits_for_no_peer_is_released_at_once()
     again.receives[0].abort("enough")
     request.rig.wait(0.1, 0.01)
     assert (again.receives[0].phase, again.receives[0].released) == (Phase.FAILED, True)
-
-
-@pytest.mark.parametrize("path", ["mapped", "direct", "slice"])
-def test_a_path_for_which_the_engine_would_have_to_wait_is_refused_at_the_start(path: str) -> None:
-    """By name, with the argument that says so."""
-    rig = Rig(SPEC)
-    why = "has peers write into pages, and the engine does not wait for them"
-    with pytest.raises(ConfigurationError, match=rf"path '{path}' {why} \(waits_for_peers\): take path 'staged'"):
-        rig.decode(tp_shards(SPEC, 1), path, strategy=path, waits_for_peers=False)
-    rig.decode(tp_shards(SPEC, 1), "staged", strategy="staged", waits_for_peers=False)
