@@ -32,8 +32,8 @@ ROWS = 8
 TOGETHER = 24
 """Liars that introduce themselves at once."""
 
-SAID = [name for name in FIELDS if name not in ("kind", "words")]
-PLACES = ["address", "host", "pid", "started", "regions", "transport", "descriptor", "bells", "slot_bytes", "queues",
+SAID = [name for name in FIELDS if name != "kind"]
+PLACES = ["address", "host", "pid", "started", "regions", "transport", "descriptor", "flags", "slot_bytes", "queues",
           "ring_region", "ring_bytes", "lease_bytes"]  # fmt: skip
 LEAST, PER_BYTE = 300_000, 40
 """Calls that any ``Hello`` may cost, about a tenth of a second, and those for each of its bytes."""
