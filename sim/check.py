@@ -306,10 +306,10 @@ class Checks:
 
     def _cut(self, entry: Entry, handle: DeliveryHandle | ReceptionHandle) -> None:
         """Coverage: slots cut a room of which nothing is staged, as kernels of a prefill rank do not queue."""
-        room, writers = _room_of(entry), entry.room.prefill
+        writers = entry.room.prefill
         queued = all(self._world.scenario.queues[one.node.index] for one in writers)
         paths = {one.handle.report.path for one in writers if one.handle is not None} - {""}
-        if room is not None and not queued and handle.report.segments > 1 and paths == {"mapped"}:
+        if not queued and handle.report.segments > 1 and paths == {"mapped"}:
             self._world.mark("mapped:cut although all paths copy")
 
     def untouched(self, node: SimNode) -> None:
