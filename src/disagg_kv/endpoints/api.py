@@ -496,8 +496,8 @@ class Sender(Protocol):
     def close(self, drain_s: float = 5.0) -> None:
         """Abort the open rooms, wait at most ``drain_s`` seconds for writes in flight, and stop.
 
-        Peers learn it at once. Memory of theirs is theirs again, unless a write or copy is then still in flight: that
-        they wait for until this process has ended. A second call is harmless.
+        Peers learn it at once. Their memory is free for them, unless a write or copy is still in flight then: they wait
+        for its end until this process has ended. A second call is harmless.
 
         Raises:
             LocalProtocolError: the endpoint's own thread calls, for example in an event; nothing is closed.

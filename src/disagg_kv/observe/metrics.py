@@ -91,6 +91,7 @@ COUNTED: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     "connections.refused": (REFUSALS, ("connection",)),
     "frames.refused": (REFUSALS, ("frame",)),
     "frames.forged": (REFUSALS, ("forged",)),
+    "flags.refused": (REFUSALS, ("flag",)),
     "frames.stale": (REFUSALS, ("stale",)),
     "frames.unknown_peer": (REFUSALS, ("unknown_peer",)),
     "frames.unknown_room": (REFUSALS, ("unknown_room",)),

@@ -175,7 +175,7 @@ def test_a_peer_that_parts_loses_its_link_here_unless_a_room_uses_it() -> None:
 
 
 def test_a_peer_that_closes_is_not_parted() -> None:
-    """It never returns: whoever has the table says that it is lost, also where it is parted or lost already."""
+    """It never returns: the owner of the table says that it is lost, also where it is parted or lost already."""
     a = parted()
     meet(a, 4)
     a.lose(epoch(4), TransportError("its link broke"))

@@ -290,6 +290,7 @@ def test_a_flag_that_cannot_be_armed_costs_nothing_but_the_flag(what: str) -> No
     rig.until(lambda: len(copies(request).queued) == 1, "the launch")
     assert not copies(request).queued[0].flags
     settle(rig, request)
+    assert request.prefills[0].observer.counters["flags.refused"] == 1
 
 
 # Without ``Done``.

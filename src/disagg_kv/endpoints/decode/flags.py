@@ -149,7 +149,7 @@ class RoomFlags:
             return found
         for block in np.flatnonzero(self._words[self._next] == self._values).tolist():
             line, words = self._lines.get(block), self.page.words
-            if line is None:  # whoever has the page open may store NO_VALUE, too
+            if line is None:  # another process may store NO_VALUE there
                 continue
             key = line.room.key
             while line.left and (record := raised(words, line.slot, line.value)) is not None:

@@ -8,7 +8,7 @@ from ...core import RoomKey, SendRoom, Transfer
 from ...ids import Epoch
 from ...memory import Flag
 from ...planning import Groups
-from ...trace import Span
+from ...trace import Observer, Span
 from ..handle import HostEvent
 from ..loop.event_loop import EventLoop
 from .handle import DeliveryHandle, LayerGroups
@@ -41,10 +41,11 @@ class PrefillRoom:
         if machine.released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 
-    def arm_flag(self, transfer: Transfer, device: str) -> Flag | None:
+    def arm_flag(self, transfer: Transfer, device: str, observer: Observer) -> Flag | None:
         """The flag of a transfer, for kernels of a device to raise behind its bytes; None: frames alone announce it.
 
-        Decode may have described its page wrongly, and the page may be foreign code: only the flag is lost.
+        Decode may have described its page wrongly, and the page may be foreign code: only the flag is lost, which is
+        counted.
         """
         where = self.machine.flows[transfer.to].flag(transfer.segment)
         flags, one = self.routes[transfer.to].flags, transfer.segment
@@ -53,6 +54,7 @@ class PrefillRoom:
         try:
             return flags.arm(*where, (one.start, one.stop, one.first, one.last, int(one.state)), device)
         except Exception:
+            observer.count("flags.refused")
             return None
 
     def grouped(self, loop: EventLoop, run: range, groups: Groups) -> None:

@@ -352,7 +352,8 @@ class TransferQueue:
                 self.writes.end(post)
                 continue
             if spec.summed is None:
-                post.flag = room.arm_flag(transfer, spec.route.mapped.buffers[0].device)
+                device = spec.route.mapped.buffers[0].device
+                post.flag = room.arm_flag(transfer, device, self._loop.observer)
             target = Pages(spec.route.mapped, spec.route.tables)
             begun.append(((post, PageMove(spec.plan, Pages(spec.route.pool, spec.tables), target)), spec.after))
         return begun
