@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
-import signal
+import dis
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from attrs import Factory, define
 
 from disagg_kv.endpoints.loop.turn import Claim, Turn
 
-TIMES = 2000
+# The instructions after which the interpreter runs a signal's handler (CPython, Python/ceval.c, CHECK_EVAL_BREAKER).
+CHECKED = ("CALL", "JUMP_BACKWARD", "RESUME")
 
 
 @define(eq=False)
@@ -69,56 +69,69 @@ class InterruptedHereError(Exception):
     """What the handler raises, as that of an interrupt from the keyboard does."""
 
 
-@contextmanager
-def rung(handler: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """``handler`` runs at a timer's signal; yields what sets the timer, to a moment of the next 100 us.
+def run_with_signal(call: Callable[[], object], handler: Callable[[], object], moment: int) -> bool:
+    """Run ``call``, and ``handler`` where the interpreter would run it for the ``moment``-th time.
 
-    The timer is that of pytest-timeout, which is kept.
+    Returns:
+        Whether ``call`` had such a moment.
     """
-    draw = random.Random(1)
+    left = moment
+    last: dict[FrameType, int] = {}
 
-    def ring() -> None:
-        signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 1e-4))
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, last[frame] = last.get(frame), frame.f_lasti
+            if before is not None and dis.opname[frame.f_code.co_code[before]].startswith(CHECKED):
+                left -= 1
+                if left == -1:
+                    sys.settrace(None)
+                    handler()
+        return trace
 
-    before = signal.signal(signal.SIGALRM, lambda *_: handler())
-    began = time.monotonic()
-    outer_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    traced = sys.gettrace()
+    sys.settrace(trace)
     try:
-        yield ring
+        call()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-        if outer_s:
-            signal.setitimer(signal.ITIMER_REAL, max(outer_s - (time.monotonic() - began), 1e-3))
+        sys.settrace(traced)
+    return left < 0
 
 
 def test_an_interrupt_at_any_point_leaves_the_turn_free() -> None:
-    """The real thing: a timer's signal, whose handler raises wherever the interpreter lets it."""
-    loop, interrupts = Loop(), 0
+    """The handler raises at each point where the interpreter lets it; a timer would hit few of them, and by luck."""
 
     def interrupt() -> None:
-        nonlocal interrupts
-        interrupts += 1
         raise InterruptedHereError
 
-    with rung(interrupt) as ring:
-        for number in range(TIMES):
-            # An exception that a handler raises in a finalizer, which may run at any allocation, is not seen here.
-            with suppress(InterruptedHereError):
-                ring()
-                while interrupts == number:
-                    loop.advance(again=True)
-            assert not loop.turn.mine()
-            assert loop.advance()
-    assert loop.times > TIMES
+    def interrupted(loop: Loop, moment: int) -> bool:
+        try:
+            return run_with_signal(lambda: loop.advance(again=True), interrupt, moment)
+        except InterruptedHereError:
+            return True
+
+    moment, loop = 0, Loop()
+    while interrupted(loop, moment):
+        assert not loop.turn.mine()
+        assert loop.advance()
+        moment, loop = moment + 1, Loop()
+    assert moment > 15
 
 
 def test_a_handler_that_interrupts_an_advance_gets_no_turn() -> None:
-    loop = Loop()
     got: list[bool] = []
-    with rung(lambda: got.append(loop.turn.mine() and loop.advance())) as ring:
-        for number in range(TIMES):
-            ring()
-            while len(got) == number:
-                loop.advance()
-    assert not any(got)
+
+    def handled(loop: Loop, moment: int) -> bool:
+        def handler() -> None:
+            got.append(loop.turn.mine())
+            assert not (loop.turn.mine() and loop.advance())
+
+        return run_with_signal(loop.advance, handler, moment)
+
+    moment, loop = 0, Loop()
+    while handled(loop, moment):
+        assert loop.advance()
+        moment, loop = moment + 1, Loop()
+    assert len(got) == moment > 10
+    assert {True, False} == set(got), "some of the moments lie inside the turn"
