@@ -11,7 +11,7 @@ Prints one JSON document. 32 layers, 8 heads of 128, bf16: 128 KiB a token, in p
 
 What tells the other side that a request is ready is in ours, and in none of the others. Bytes are compared.
 
-    python -m benchmarks.gpu_instead > benchmarks/results/h100_instead.json
+    python -m benchmarks.gpu_instead > benchmarks/results/h200_instead.json
 
 ``--device cpu`` runs the same over ``shm``, DRAM and gloo.
 """

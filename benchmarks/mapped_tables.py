@@ -8,32 +8,6 @@ from statistics import median
 from benchmarks.tables import Found, table
 
 
-def gpu_mapped(found: Found) -> str:
-    """Copies into mapped pages beside staging, and both beside plain copies of the same bytes."""
-    cases: dict[tuple[str, int], dict[str, Found]] = {}
-    for case in found["cases"]:
-        cases.setdefault((case["tp"], case["bytes"]), {})[case["strategy"]] = case
-    head = ["us, median", "plain copy", "mapped", "staged", "staged / mapped", "share, mapped", "share, staged"]
-
-    def rows() -> Iterator[list[str]]:
-        for (tp, nbytes), of in cases.items():
-            mapped, staged = of["mapped"], of["staged"]
-            yield [
-                f"TP {tp}, {nbytes >> 20:,} MiB",
-                f"{mapped['copies_us']:,.0f}",
-                f"{mapped['placed_us']:,.0f}",
-                f"{staged['placed_us']:,.0f}",
-                f"{staged['placed_us'] / mapped['placed_us']:.2f}",
-                f"{mapped['share']:.1%}",
-                f"{staged['share']:.1%}",
-            ]
-
-    pages, repeats = found["pages"], found["settings"]["repeats"]
-    said = f"Pages of {pages[0]} into pages of {pages[1]} tokens, {repeats} repeats; {len(found['gpus'])} GPU. "
-    said += f"Rows are final {found['queued_ms']:g} ms after they are submitted."
-    return f"{said}\n\n{table([head, *rows()])}"
-
-
 def gpu_proof(found: Found) -> str:
     """What was shown of correctness: tokens of a model, processes that were killed, the last write of one."""
     demos, kills, late = found["demos"], found["kills"], found["last_write"]
@@ -61,36 +35,6 @@ def gpu_proof(found: Found) -> str:
         f"{late['bytes'] >> 20} MiB launched. {seen}"
     )
     return f"{table([head, *rows])}\n\n{said}\n\n{last}"
-
-
-def gpu_advance(found: Found) -> str:
-    """Until decode's engine sees its room released: by a thread that has to wake, and by the engine's own calls."""
-    cases: dict[tuple[str, str, str, int], dict[bool, list[Found]]] = {}
-    for case in found["cases"]:
-        now = case["commit"] != found["before"]
-        key = case["transport"], case["strategy"], case["tp"], case["bytes"]
-        cases.setdefault(key, {}).setdefault(case["busy"], []).append({**case, "now": now})
-
-    def cell(of: list[Found], *, now: bool) -> str:
-        some = [case for case in of if case["now"] is now]
-        times = " and ".join(f"{case['total_us']:,.0f}" for case in some)
-        return f"{times} ({max(case['total_p95_us'] for case in some):,.0f})" if some else ""
-
-    def rows() -> Iterator[list[str]]:
-        for (transport, strategy, tp, nbytes), modes in cases.items():
-            some = [cell(modes.get(busy, []), now=now) for busy in (False, True) for now in (False, True)]
-            copy = median(case["copies_us"] for of in modes.values() for case in of)
-            yield [f"{strategy}, `{transport}`, TP {tp}, {nbytes >> 20:,} MiB", f"{copy:,.0f}", *some]
-
-    head = ["us, p50 of each round (largest p95)", "plain copy", "waiting, before", "waiting", "busy, before", "busy"]
-
-    def calls(*, now: bool) -> str:
-        us = [case["call_us"] for case in found["cases"] if (case["commit"] != found["before"]) is now]
-        return f"{min(us):,.0f} to {max(us):,.0f}"
-
-    said = f"20 repeats a round. Before: commit `{found['before'][:12]}`. The engine's call that closes the "
-    said += f"forward pass takes {calls(now=True)} us (p50), as it begins the copy; before {calls(now=False)} us."
-    return f"{said}\n\n{table([head, *rows()])}"
 
 
 def gpu_flags(found: Found) -> str:
@@ -176,57 +120,39 @@ def gpu_paths_by_size(found: Found) -> str:
     first = found["cases"][0]["transport"]
 
     def column(case: Found) -> str:
-        return str(case["strategy"]) + ("" if case["transport"] == first else f", {case['transport']}")
+        by = str(case["strategy"]).replace("bells", "flags")
+        return by if case["transport"] == first else f"{by}, {case['transport']}"
 
     cases: dict[tuple[object, ...], dict[str, Found]] = {}
     for case in found["cases"]:
-        told = tuple(case.get(name) for name in ("tp", "bytes", "programs", "busy", "switch_us", "wire_GB_per_s"))
-        cases.setdefault((*told, "decode_step_us" in case), {})[column(case)] = case
+        shape = tuple(case.get(name) for name in ("tp", "bytes", "programs", "busy"))
+        cases.setdefault(shape, {})[column(case)] = case
     strategies = list(dict.fromkeys(map(column, found["cases"])))
 
     def cell(case: Found | None) -> str:
         if case is None:
             return ""
-        if "error" in case:
-            return "failed"
-        return f"{case['total_us']:,.0f} / {case['total_p95_us']:,.0f} ({_least_us(case) / case['total_us']:.0%})"
+        return f"{case['total_us']:,.0f} / {case['total_p95_us']:,.0f} ({case['copies_us'] / case['total_us']:.0%})"
 
     def rows() -> Iterator[list[str]]:
         for of in cases.values():
             one = next(iter(of.values()))
             extra = [
-                f"{one['programs']} programs" if one["programs"] else "",
-                "busy" if one["busy"] else "",
-                f"switch interval {one['switch_us']} us" if one["switch_us"] else "",
-                f"wire of {one['wire_GB_per_s']:g} GB/s" if one["wire_GB_per_s"] else "",
-                "decode steps" if "decode_step_us" in one else "",
+                f"{one['programs']} programs" if one.get("programs") else "",
+                "busy" if one.get("busy") else "",
             ]
             said = ", ".join([f"TP {one['tp']}, {one['bytes'] >> 20:,} MiB", *filter(None, extra)])
-            yield [said, f"{_least_us(one):,.0f}", *(cell(of.get(name)) for name in strategies)]
+            yield [said, f"{one['copies_us']:,.0f}", *(cell(of.get(name)) for name in strategies)]
 
-    head = ["us, p50 / p95 (share of the copy)", "plain copy, or wire", *strategies]
-    steps = [c for c in found["cases"] if "decode_step_us" in c]
-    lines = [f"{found['settings']['repeats']} repeats in turns; pages of {found['pages'][0]} into {found['pages'][1]}."]
-    for case in steps:
-        beside, alone = case["decode_step_us"], case["decode_step_alone_us"]
-        lines.append(
-            f"* Decode's steps beside `{case['strategy']}`: {beside[0]:,.0f} / {beside[1]:,.0f} us, "
-            f"before it {alone[0]:,.0f} / {alone[1]:,.0f} us."
-        )
-    return "\n\n".join([lines[0], *["\n".join(lines[1:])] * bool(steps), table([head, *rows()])])
-
-
-def _least_us(case: Found) -> float:
-    """What a plain copy takes, or an emulated wire."""
-    copied: float = case["copies_us"]
-    wire = case["wire_GB_per_s"]
-    return copied if wire is None else max(copied, case["bytes"] / wire / 1e3)
+    pages, repeats = found["pages"], found["settings"]["repeats"]
+    head = ["us, p50 / p95 (share of the copy)", "plain copy", *strategies]
+    return f"{repeats} repeats in turns; pages of {pages[0]} into {pages[1]}.\n\n{table([head, *rows()])}"
 
 
 def gpu_instead(found: Found) -> str:
     """What a user would take instead, for the same pages."""
     ways = ("copy_us", "mapped_bells_us", "mapped_us", "staged_us", "nixl_us", "nccl_us")
-    head = ["us, median", "plain copy", "mapped, bells", "mapped", "staged", "NIXL, a descriptor a page", "NCCL"]
+    head = ["us, median", "plain copy", "mapped, flags", "mapped", "staged", "NIXL, a descriptor a page", "NCCL"]
     rows = (
         [
             f"{row['tokens']:,} tokens, pages of {row['page']}",

@@ -31,7 +31,7 @@ def lines() -> Iterator[Line]:
     for strategy, kind in KINDS.items():
         points = [(c["bytes"] / 2**20, c["copies_us"] / c["total_us"]) for c in plain if c["strategy"] == strategy]
         if points:
-            yield kind, strategy, sorted(points)
+            yield kind, strategy.replace("bells", "flags"), sorted(points)
 
 
 def place(mib: float, share: float) -> tuple[float, float]:

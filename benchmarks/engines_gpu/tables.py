@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -45,8 +45,7 @@ def whole(found: Found) -> str:
 
 def of_run(run: Found) -> str:
     """Requests that are alone, requests in flight together, and ours over the peers'."""
-    prefill, decode = TOPOLOGIES[run["topology"]]
-    said = f"TP {prefill}->{decode}, blocks of {run['block']} tokens: {max(_samples(run), default=0)} repetitions"
+    said = f"{_name(run)} tokens: {max(_samples(run), default=0)} repetitions"
     said += f", {max((len(one['requests_per_s']) for one in run['loads']), default=0)} rounds of each load."
     said += f" First contact failed once: {'; '.join(run['retried'])}." if run["retried"] else ""
     said += "" if run["ok"] else f" **Red:** {'; '.join(run['red'])}."
@@ -122,7 +121,7 @@ def _ratios(run: Found) -> Iterator[list[str]]:
         for peer in peers:
             if mode in there and peer in there:
                 gaps = (gap_ratio(run, mode, peer, length) for length in lengths)
-                speeds = (_speeds(run, mode, peer, number) for number in in_flight)
+                speeds = (_rounds(_speeds(run, mode, peer, number)) for number in in_flight)
                 yield [f"{mode} / {peer}", *("" if one is None else str(one) for one in gaps), *speeds]
 
 
@@ -132,13 +131,17 @@ def gap_ratio(run: Found, mode: str, peer: str, length: int) -> Ratio | None:
     return ratio(ours["gap_ms"], theirs["gap_ms"]) if ours and theirs else None
 
 
-def _speeds(run: Found, mode: str, peer: str, in_flight: int) -> str:
-    """Requests per second over a peer's; of few rounds all, not an interval."""
+def _speeds(run: Found, mode: str, peer: str, in_flight: int) -> Sequence[float]:
+    """Requests per second over a peer's, of each round of both."""
     ours, theirs = load(run, mode, in_flight), load(run, peer, in_flight)
     if not ours or not theirs:
-        return ""
-    rounds = [a / b for a, b in zip(ours["requests_per_s"], theirs["requests_per_s"], strict=False)]
-    return f"{_mean(rounds):.2f} (rounds {min(rounds):.2f} to {max(rounds):.2f})"
+        return ()
+    return [a / b for a, b in zip(ours["requests_per_s"], theirs["requests_per_s"], strict=False)]
+
+
+def _rounds(ratios: Sequence[float]) -> str:
+    """Of few rounds all, not an interval."""
+    return f"{_mean(ratios):.2f} (rounds {min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def headline(found: Found) -> str:
@@ -148,10 +151,59 @@ def headline(found: Found) -> str:
         lengths = _lengths(runs(found)[0])
         yield ["ours / fastest of NIXL's: ms, and the ratio", *(f"{length:,} tokens" for length in lengths)]
         for run in runs(found):
-            prefill, decode = TOPOLOGIES[run["topology"]]
-            yield [f"TP {prefill}->{decode}, blocks of {run['block']}", *(_against_best(run, one) for one in lengths)]
+            yield [_name(run), *(_against_best(run, one) for one in lengths)]
 
     return table(rows())
+
+
+def beside(found: Found) -> str:
+    """Ours over vLLM's ``NixlConnector``, in either order and with either cache layout."""
+
+    def rows() -> Iterator[list[str]]:
+        lengths, in_flight = _lengths(runs(found)[0]), _in_flight(runs(found)[0])
+        gaps = (f"gap, {length:,} tokens" for length in lengths)
+        yield ["ours / `NixlConnector`", *gaps, *(f"requests/s, {number} in flight" for number in in_flight)]
+        for run in runs(found):
+            for mode, peers in PEERS.items():
+                for peer in (one for one in peers if one.startswith("nixl") and one in modes(run)):
+                    order = f"{mode.removeprefix('ours, ')}{' / packed' if 'packed' in peer else ''}"
+                    ratios = (str(gap_ratio(run, mode, peer, length)) for length in lengths)
+                    speeds = (f"{_mean(_speeds(run, mode, peer, number)):.2f}" for number in in_flight)
+                    yield [f"{_name(run)}, {order}", *ratios, *speeds]
+
+    return table(rows())
+
+
+def all_modes(found: Found) -> str:
+    """Of each mode in each run, the medians."""
+    every = runs(found)
+    lengths, in_flight = _lengths(every[0]), _in_flight(every[0])
+
+    def alone(run: Found, mode: str, name: str) -> str:
+        of = [one for length in lengths if (one := single(run, mode, length))]
+        return " / ".join(f"{_median(one[name]):.1f}" for one in of)
+
+    def loaded(run: Found, mode: str) -> str:
+        of = [one for number in in_flight if (one := load(run, mode, number))]
+        return " / ".join(f"{_mean(one['requests_per_s']):.1f}" for one in of)
+
+    def of(head: str, cell: Callable[[Found, str], str]) -> str:
+        names = dict.fromkeys(chain.from_iterable(map(modes, every)))
+        return table([[head, *map(_name, every)], *([mode, *(cell(run, mode) for run in every)] for mode in names)])
+
+    tokens, numbers = (" / ".join(f"{one:,}" for one in some) for some in (lengths, in_flight))
+    return "\n\n".join(
+        (
+            of(f"gap, ms, {tokens} tokens", lambda run, mode: alone(run, mode, "gap_ms")),
+            of(f"TTFT, ms, {tokens} tokens", lambda run, mode: alone(run, mode, "ttft_ms")),
+            of(f"requests/s, {numbers} in flight", loaded),
+        )
+    )
+
+
+def _name(run: Found) -> str:
+    prefill, decode = TOPOLOGIES[run["topology"]]
+    return f"TP {prefill}->{decode}, blocks of {run['block']}"
 
 
 def _against_best(run: Found, length: int) -> str:

@@ -1,6 +1,6 @@
 """Hunt every bug, several at a time, and say which seed found it and what that cost: ``nox -s mutants``.
 
-``--json FILE`` writes all of it, too: ``benchmarks/results/mutants.json`` is what docs/benchmarks.md shows. The same
+``--json FILE`` writes all of it, too: ``benchmarks/results/mutants.json`` is what docs/results.md shows. The same
 without nox, on a machine that has no more than the library's own dependencies and pytest::
 
     PYTHONPATH=src python -m tests.mutants --json FILE --commit COMMIT

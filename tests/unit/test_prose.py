@@ -25,11 +25,11 @@ WORDS = re.compile(
 )
 CODE = re.compile(r"^```.*?^```|``.*?``|`[^`]*`", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^\s*(?:[*-]|\d+\.|#+|!!!)\s+|^\s*$|\s*\|\s*", re.MULTILINE)
-LINK = re.compile(r"<!-- from mutants.json -->.*?<!-- end -->|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
+LINK = re.compile(r"\]\([^)]*\)|<!--.*?-->", re.DOTALL)
 
 
 def prose(text: str) -> str:
-    """Text without code blocks, inline code, link targets, comments and the recorded names of planted bugs."""
+    """Text without code blocks, inline code, link targets and comments."""
     return LINK.sub("]", CODE.sub("code", text))
 
 

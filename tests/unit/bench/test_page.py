@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page import MARK, PAGES, RESULTS, VIEWS, filled, gpu_peer, shown
+from benchmarks.catalogue import CATALOGUE
+from benchmarks.gpu_tables import gpu_peer
+from benchmarks.page import BY_FILE, MARK, PAGES, RESULTS, VIEWS, by_file, filled, loaded, shown
 from tests.support.pages import ROOT, name_of
 
 
@@ -16,12 +18,28 @@ def test_the_pages_show_what_was_measured(page: Path) -> None:
     assert filled(page.read_text()) == page.read_text(), "run python -m benchmarks.page"
 
 
+def test_the_page_of_all_results_is_made_of_them_and_has_a_section_for_each_file() -> None:
+    text = by_file()
+    assert BY_FILE.read_text() == text, "run python -m benchmarks.page"
+    named = [name for group in CATALOGUE.values() for name in group]
+    assert sorted(named) == sorted(path.name for path in RESULTS.glob("*.json"))
+    headings = [line for line in text.splitlines() if line.startswith("### ")]
+    assert len(set(headings)) == len(headings) == len(named), "two sections of one name"
+
+
+def test_no_table_of_the_page_of_all_results_is_longer_than_a_reader_looks_at() -> None:
+    parts = BY_FILE.read_text().split("\n\n")
+    assert max(part.count("\n") for part in parts if part.startswith("|")) <= 40
+
+
 def test_everything_that_can_be_shown_is_and_a_mark_that_names_nothing_is_noticed() -> None:
     marks = [m["view"] for page in PAGES for m in MARK.finditer(page.read_text())]
     assert sorted(marks) == sorted(VIEWS)
     assert sum(page.read_text().count("<!-- from ") for page in PAGES) == len(marks), "a mark without its end"
     with pytest.raises(KeyError, match="none"):
         filled("<!-- from none.json -->\n\nold\n\n<!-- end -->")
+    with pytest.raises(KeyError, match="none"):
+        loaded("none*.json")
 
 
 def test_a_column_that_was_not_measured_is_left_out() -> None:
@@ -38,18 +56,19 @@ def test_a_column_that_was_not_measured_is_left_out() -> None:
 
 
 def test_what_stands_between_marks_is_made_anew_and_nothing_else_is() -> None:
-    page = "# Page\n\n<!-- from cpu_grant.json -->\n\n{}\n\n<!-- end -->\n\nafter\n"
-    assert filled(page.format("old")) == page.format(shown("cpu_grant.json"))
+    page = "# Page\n\n<!-- from cpu_fleet*.json -->\n\n{}\n\n<!-- end -->\n\nafter\n"
+    fleets = shown("cpu_fleet*.json")
+    assert filled(page.format("old")) == page.format(fleets)
+    assert all(f"`benchmarks/results/{path.name}`" in fleets for path in RESULTS.glob("cpu_fleet*.json"))
 
 
 @pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
-def test_every_result_says_where_it_comes_from_and_is_shown(result: Path) -> None:
+def test_every_result_says_where_it_comes_from(result: Path) -> None:
     found = json.loads(result.read_text())
     where = found.get("machine") or found.get("hardware", {})
     assert found.get("gpu") or found.get("gpus") or (where["cpu"] and where["cores"])
     assert found.get("versions") or where["versions"]
     assert len(found.get("commit") or where["commit"]) == 40, "measure in a clean checkout"
-    assert result.name in VIEWS
 
 
 def test_the_committed_transfer_was_measured_at_a_commit_with_right_bytes_and_within_the_limit() -> None:
@@ -135,4 +154,4 @@ def test_the_committed_workload_of_prefixes_is_the_published_shape_and_within_it
     assert all(found["ratios"][name] <= limit for name, limit in found["limits"].items())
     picture = (ROOT / "docs" / "images" / "bench-prefix.svg").read_text()
     assert f">{found['on']['requests_per_s']:.3g}<" in picture
-    assert "images/bench-prefix.svg" in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert "images/bench-prefix.svg" in BY_FILE.read_text()

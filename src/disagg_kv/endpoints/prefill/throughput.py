@@ -23,7 +23,7 @@ PASSES = 64
 
 FRAMES_S = 3e-4
 """Roughly what the frames of one more segment cost, besides planning and launching it, which is measured; a group costs
-0.2 to 0.6 ms with H200s and 0.4 to 0.9 ms on two cores (docs/benchmarks.md)."""
+0.2 to 0.6 ms with H200s and 0.4 to 0.9 ms on two cores (docs/results.md)."""
 
 LONG_S = 0.1
 """Transfers that follow one another without a pause are measured after this many seconds at the latest."""
