@@ -17,6 +17,8 @@ REMOTE_PREFILL, REMOTE_DECODE = "do_remote_prefill", "do_remote_decode"
 """vLLM's own keys: another instance prefills this request; another instance decodes it."""
 
 
+PASS_ON = "a router has to pass on what prefill has answered, unchanged"
+
 FIRST_TOKEN = "first_token"
 """What prefill has computed. A decode instance of vLLM computes it anew; one of another engine may need it."""
 
@@ -52,7 +54,7 @@ class Origin:
         """
         transfer = transfer_id(params)
         if transfer is None:
-            raise RemoteProtocolError("kv_transfer_params: transfer_id is missing")
+            raise RemoteProtocolError(f"kv_transfer_params: transfer_id is missing: {PASS_ON}")
         given = params.get("addresses") or ()
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise RemoteProtocolError(f"kv_transfer_params: addresses {given!r:.200} is no list")
@@ -61,7 +63,7 @@ class Origin:
         try:
             return cls(transfer, Source(params.get("instance", ""), tuple(given)))
         except ConfigurationError as exc:
-            raise RemoteProtocolError(f"kv_transfer_params: {exc}") from exc
+            raise RemoteProtocolError(f"kv_transfer_params: {exc}: {PASS_ON}") from exc
 
 
 def transfer_id(params: Mapping[str, Any]) -> str | None:
