@@ -10,6 +10,7 @@
 #   PORT=8000 PREFILL_PORT=8100 DECODE_PORT=8200
 #   AFTER_PREFILL=                      1: decode is asked once prefill has answered, not at once
 #   STRATEGY=auto TRANSPORT=auto        options of the connector
+#   RENDEZVOUS=                         the option rendezvous, such as etcd://10.0.0.3:2379/prod
 #   STATUS=true                         "disagg-kv top" shows the ranks
 #   PREFILL_METRICS= DECODE_METRICS=    HOST:PORT of rank 0, for Prometheus
 #   ROLE=                               prefill or decode: this instance alone, without a router, for several hosts
@@ -51,7 +52,7 @@ import json, os
 
 env = os.environ.get
 options = {"strategy": env("STRATEGY", "auto"), "transport": env("TRANSPORT", "auto"), "metrics": env("METRICS", "")}
-options["status_socket"] = env("STATUS", "true") == "true"
+options |= {"status_socket": env("STATUS", "true") == "true", "rendezvous": env("RENDEZVOUS", "")}
 if env("STAGING"):
     options["staging_bytes"] = int(env("STAGING"))
 if env("HOST"):

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,20 +15,20 @@ import attrs
 import torch
 from attrs import frozen
 from torch import distributed
-from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
 from ..channels.reach import reached_at
 from ..core import Alone, Options
 from ..endpoints import DecodeEndpoint, PrefillEndpoint, threads_on
-from ..errors import ConfigurationError, UnknownNameError
+from ..errors import ConfigurationError, StoreUnreachableError, UnknownNameError
 from ..geometry import Shard
 from ..ids import Role
 from ..memory import Event, MemoryPool
-from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
+from ..rendezvous import EtcdRendezvous, Rendezvous, RequestRendezvous
 from ..transports import Transport, between_processes
 from ..transports.lane_offers import JOIN
 from ..transports.registry import AUTO
+from .meeting import meet_at
 from .options import EngineOptions
 from .shown import Shown
 
@@ -53,6 +52,7 @@ class Opened:
         on_cpu: the cache is in CPU memory.
         scratch: a directory of socket files that :meth:`close` removes; None: the user's own.
         shown: what shows the endpoints to an operator.
+        meeting: how the endpoints find others.
     """
 
     sender: PrefillEndpoint | None
@@ -62,12 +62,15 @@ class Opened:
     on_cpu: bool
     scratch: Path | None
     shown: Shown
+    meeting: Rendezvous
 
     def close(self) -> None:
         """End both endpoints, and what shows them."""
         for endpoint in (self.sender, self.receiver):
             if endpoint is not None:
                 endpoint.close()
+        if isinstance(self.meeting, EtcdRendezvous):
+            self.meeting.close()
         self.shown.close()
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -104,8 +107,13 @@ def open_endpoints(
     with ExitStack() as undo:
 
         def begin() -> tuple[tuple[Rendezvous, Opened], dict[str, Any]]:
-            meeting = _rendezvous(options)
-            opened = _open(undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes)
+            meeting = meet_at(options.rendezvous)
+            if isinstance(meeting, EtcdRendezvous):
+                undo.callback(meeting.close)
+            try:
+                opened = _open(undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes)
+            except StoreUnreachableError as exc:
+                raise exc.about(f"option rendezvous {options.rendezvous!r}") from exc
             return (meeting, opened), {"addresses": opened.addresses}
 
         (meeting, opened), everyone = agreed(begin, instance, tp, group)
@@ -165,7 +173,7 @@ def _open(
             receiver = DecodeEndpoint(pool, ring_bytes=staging, **connections("decode", decode_name(instance)))
             undo.callback(receiver.close)
             shown.show("decode", receiver)
-    return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch, shown)
+    return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch, shown, meeting)
 
 
 def agreed(
@@ -225,15 +233,6 @@ def queued_work(stream: torch.cuda.Stream | None = None) -> Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
-
-
-def _rendezvous(options: EngineOptions) -> Rendezvous:
-    if not options.rendezvous:
-        return RequestRendezvous()
-    host, _, port = options.rendezvous.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigurationError(f"rendezvous {options.rendezvous!r}: not tcp://HOST:PORT")
-    return StoreRendezvous(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30)))
 
 
 def _channel(options: EngineOptions, scratch: Path | None, name: str) -> Channel:

@@ -13,6 +13,7 @@ from ..core import Verify, check_verify
 from ..errors import ConfigurationError, UnknownNameError
 from ..strategies import strategy
 from .common import COMMON, DESCRIPTIONS, OWN
+from .meeting import meeting_place
 
 CHANNELS = ("unix", "zmq")
 
@@ -41,7 +42,8 @@ class EngineOptions:
         channel: ``unix`` (processes of one user on one host) or ``zmq``.
         listen: where the channel listens: a directory of socket files for ``unix``, an address such as
             ``tcp://10.0.0.1:0`` for ``zmq``; "": a fresh directory, ``tcp://127.0.0.1:0``.
-        rendezvous: "": addresses travel in the engine's own messages; ``tcp://HOST:PORT``: a torch ``TCPStore`` there.
+        rendezvous: "": addresses travel in the engine's own messages; ``tcp://HOST:PORT``: a torch ``TCPStore`` there;
+            ``etcd://HOST:PORT[,HOST:PORT]/PREFIX``: an etcd cluster without TLS and users.
         keys: for ``zmq`` beyond one host: ``SECRET_FILE,ALLOWED_DIRECTORY``, as ``disagg-kv keys`` writes them.
         staging_bytes: bytes of the staging ring of a decode rank, and of all staging slots of a prefill rank; None: 64
             MiB for CPU memory, the endpoints' own sizes for GPUs.
@@ -95,8 +97,8 @@ class EngineOptions:
             raise UnknownNameError("description", self.description, DESCRIPTIONS)
         if self.keys and (self.channel != "zmq" or self.keys.count(",") != 1):
             raise ConfigurationError(f"keys {self.keys!r}: needs channel 'zmq' and SECRET_FILE,ALLOWED_DIRECTORY")
-        if self.rendezvous and not self.rendezvous.startswith("tcp://"):
-            raise ConfigurationError(f"rendezvous {self.rendezvous!r}: not tcp://HOST:PORT")
+        if self.rendezvous:
+            meeting_place(self.rendezvous)
         if self.staging_bytes is not None:
             arguments.count(self.staging_bytes, "staging_bytes", least=1 << 16)
 

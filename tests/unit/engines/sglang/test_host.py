@@ -29,6 +29,9 @@ from disagg_kv.engines.sglang.options import SGLangOptions
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
 from disagg_kv.errors import RemoteProtocolError, UnsupportedError
 from disagg_kv.kernels.convert import reference
+from disagg_kv.rendezvous import Source
+from tests.support.etcd import EtcdServer
+from tests.support.needs import needs_etcd
 from tests.support.processes import wait
 
 FACTS = ServerFacts(tp=1, rank=0, heads=2, latent=False, dtype="float16", model=b"m", device="cpu")
@@ -60,7 +63,7 @@ class Memory:
             kv_layout=None,
         )
 
-    def side(self, options: SGLangOptions, *, produces: bool, **changes: Any) -> tuple[Side, Any]:
+    def side(self, options: SGLangOptions, *, produces: bool, **changes: Any) -> tuple[Side, Source]:
         common = CommonCache(layers=2, heads=2, dim=8, dtype="float16", rotation="rotated", model=b"m")
         facts = attrs.evolve(FACTS, common=common if options.common else None, **changes)
         return open_side(lambda: (options, facts), self.args, tp=1, produces=produces, group=None)
@@ -70,6 +73,23 @@ class Memory:
     "given", [{}, {"channel": "zmq", "staging_bytes": 1 << 18, "verify": "full"}, {"description": "common"}]
 )
 def test_servers_find_each_other_through_the_bootstrap_server(given: dict[str, Any]) -> None:
+    assert len(transferred(given).addresses) == 1
+
+
+@needs_etcd
+def test_servers_find_each_other_in_etcd(tmp_path: Path) -> None:
+    """The bootstrap server gives the name of the instance alone."""
+    server = EtcdServer(tmp_path / "etcd").start()
+    try:
+        where = f"etcd://{server.url.removeprefix('http://')}/prod"
+        assert transferred({"channel": "zmq", "rendezvous": where}).addresses == ()
+        assert server.keys("prod/ranks") == {}  # both have withdrawn
+    finally:
+        server.kill()
+
+
+def transferred(given: dict[str, Any]) -> Source:
+    """A request between two servers with these options; what the bootstrap server said of prefill."""
     options = SGLangOptions.read("options", given)
     p, d = Memory(), Memory()
     prefill, source = p.side(options, produces=True)
@@ -101,6 +121,7 @@ def test_servers_find_each_other_through_the_bootstrap_server(given: dict[str, A
         server.close()
         prefill.close()
         decode.close()
+    return source
 
 
 def test_prefill_converts_to_decodes_float8_with_its_scales() -> None:

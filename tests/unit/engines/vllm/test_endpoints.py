@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from disagg_kv.cli.main import run
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.engines import meeting
 from disagg_kv.engines.opening import CPU_STAGING_BYTES, SLOTS, Opened, decode_name, selecting
 from disagg_kv.engines.shown import Shown
 from disagg_kv.engines.vllm import worker
@@ -27,11 +30,12 @@ from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.work import Chunk, Load, StepWork
 from disagg_kv.engines.vllm.worker import Results, WorkerSide
-from disagg_kv.errors import ConfigurationError
+from disagg_kv.errors import ConfigurationError, StoreUnreachableError
 from disagg_kv.ids import GroupId
 from disagg_kv.observe.status import read_status, sockets
 from disagg_kv.rendezvous import Source
-from tests.support.needs import needs_prometheus
+from tests.support.etcd import EtcdServer, free_port
+from tests.support.needs import needs_etcd, needs_prometheus
 from tests.support.processes import wait
 from tests.support.vllm_like import Model, configs, layer_name
 
@@ -87,21 +91,21 @@ def opened() -> Iterator[Open]:
         one.ends.close()
 
 
-def begin(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0) -> None:
+def begin(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0, name: str = "t") -> None:
     """Decode asks for two blocks of rows, and prefill has computed them."""
     group = GroupId("group 0")
     known = {group: held} if held else {}
-    load = Load(Origin("t", Source("P", addresses)), 2, ((group, (8, 9)[held:], held),), known, b"tag")
+    load = Load(Origin(name, Source("P", addresses)), 2, ((group, (8, 9)[held:], held),), known, b"tag")
     d.worker.begin(StepWork(loads={"d": load}, idle=True))
-    p.worker.begin(StepWork(chunks={"p": Chunk("t", 2, ((group, (5, 6), 0),), True, b"tag")}))
+    p.worker.begin(StepWork(chunks={"p": Chunk(name, 2, ((group, (5, 6), 0),), True, b"tag")}))
     p.worker.end()
 
 
-def transfer(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0) -> set[str]:
+def transfer(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0, name: str = "t") -> set[str]:
     """Two blocks of rows, of which decode may hold the first; the requests that failed."""
     for number, tensor in enumerate(p.tensors.values()):
         tensor[5:7] = torch.arange(2 * 4 * 4 * 8).reshape(2, 4, 4, 8) + number
-    begin(p, d, addresses, held)
+    begin(p, d, addresses, held, name)
     found = Results()
 
     def over() -> bool:
@@ -164,10 +168,61 @@ def test_a_store_replaces_addresses_in_requests(opened: Open) -> None:
     assert not transfer(p, d, ())
 
 
-@pytest.mark.parametrize("where", ["tcp://", "tcp://host", "tcp://host:", "tcp://host:port", "tcp://:7"])
-def test_a_rendezvous_without_host_or_port_is_refused(opened: Open, where: str) -> None:
-    with pytest.raises(ConfigurationError, match="not tcp://HOST:PORT"):
-        opened("P", {"rendezvous": where})
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path / "etcd").start()
+    yield server
+    server.kill()
+
+
+def in_etcd(server: EtcdServer, prefix: str = "prod") -> dict[str, str]:
+    return {"channel": "zmq", "rendezvous": f"{server.url.replace('http', 'etcd', 1)}/{prefix}"}
+
+
+@needs_etcd
+def test_an_instance_that_comes_back_at_another_address_is_found_in_etcd(etcd: EtcdServer, opened: Open) -> None:
+    """Under its name, while decode goes on."""
+    where = in_etcd(etcd)
+    d = opened("D", where, produces=False)
+    first = opened("P", where, consumes=False)
+    assert first.ends.addresses == ()
+    assert not transfer(first, d, ())
+    first.ends.close()
+    assert list(etcd.keys("prod/ranks")) == ["prod/ranks/D%2Fdecode/1/0"]
+    second = opened("P", where, consumes=False)
+    assert second.address != first.address
+    assert not transfer(second, d, (), name="another")
+
+
+@needs_etcd
+def test_a_prefill_instance_of_another_prefix_is_not_found(
+    etcd: EtcdServer, opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = opened("P", in_etcd(etcd, "one"), consumes=False)
+    d = opened("D", {**in_etcd(etcd, "other"), "silence_s": 2}, produces=False)
+    begin(p, d, ())
+    wait(lambda: bool(d.worker.results(set()).failed), lambda: "the end of the load")
+    assert "prefill instance 'P' was not found in 2 s" in caplog.text
+
+
+@needs_etcd
+@pytest.mark.parametrize("scheme", ["etcd", "tcp"])
+def test_a_rendezvous_at_a_port_that_is_shut_stops_the_rank_by_name(
+    opened: Open, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "STORE_S", 0.5)
+    where = f"{scheme}://127.0.0.1:{free_port()}"
+    with pytest.raises(StoreUnreachableError, match=f"^(option )?rendezvous '{where}'"):
+        opened("P", {"rendezvous": where}, consumes=False)
+
+
+@needs_etcd
+def test_a_server_that_is_no_etcd_stops_the_rank_by_name(opened: Open) -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(ConfigurationError, match=f"no etcd answers at http://127.0.0.1:{other.server_port}"):
+            opened("P", {"rendezvous": f"etcd://127.0.0.1:{other.server_port}/prod"}, consumes=False)
+        other.shutdown()
 
 
 @needs_prometheus

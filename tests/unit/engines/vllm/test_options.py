@@ -24,7 +24,7 @@ def test_the_defaults_work_on_one_host() -> None:
 def test_every_option_is_taken() -> None:
     given: dict[str, Any] = {
         "strategy": "staged+layer_pipelined", "transport": "shm", "channel": "zmq", "listen": "tcp://10.0.0.1:0",
-        "rendezvous": "tcp://host:1", "keys": "secret,allowed", "staging_bytes": 1 << 20, "verify": "full",
+        "rendezvous": "etcd://host:1/prod", "keys": "secret,allowed", "staging_bytes": 1 << 20, "verify": "full",
         "silence_s": 5, "description": "common", "metrics": "0.0.0.0:9100", "status_socket": True,
     }  # fmt: skip
     options = ConnectorOptions.of(given)

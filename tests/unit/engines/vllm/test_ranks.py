@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from disagg_kv.engines import opening
 from disagg_kv.engines.vllm import endpoints
 from disagg_kv.engines.vllm.host import facts
 from disagg_kv.engines.vllm.options import ConnectorOptions
@@ -27,8 +26,7 @@ def rank(number: int, store: str, wrong: bool, answers: Connection) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
     heads = 3 if wrong and number == 1 else 2
     tensors = {layer_name(n): torch.zeros((33, heads, 4, 8), dtype=torch.float16) for n in range(3)}
-    options, meeting = ConnectorOptions(staging_bytes=1 << 16), RequestRendezvous()
-    opening._rendezvous = lambda options: meeting
+    options = ConnectorOptions(staging_bytes=1 << 16)
     try:
         _, opened = endpoints.open_worker(
             options, facts(*configs(Model(), "P", tp=2), tiles=True), tensors, {}, e4m3="float8_e4m3fn",
@@ -37,7 +35,8 @@ def rank(number: int, store: str, wrong: bool, answers: Connection) -> None:
     except DisaggKVError as exc:
         answers.send(f"{type(exc).__name__}: {exc}")
     else:
-        answers.send((opened.address, meeting._learned["P"]))
+        assert isinstance(opened.meeting, RequestRendezvous)
+        answers.send((opened.address, opened.meeting._learned["P"]))
         opened.close()
     distributed.destroy_process_group()
 
