@@ -300,6 +300,45 @@ def test_frames_of_a_cluster_are_encrypted(opened: Open, tmp_path: Path) -> None
     assert not transfer(p, d, (p.address,))
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ("prefill", None, "the address has a public key, and this channel has no keys; both sides need keys"),
+        (None, "decode", "the address has no public key, and this channel has keys; both sides need keys"),
+        ("prefill", "stranger", "one of the two sides does not allow the other's public key or user"),
+        ("stranger", "decode", "one of the two sides does not allow the other's public key or user"),
+    ],
+)
+def test_a_wrong_key_ends_the_load_with_what_to_change(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, prefill: str | None, decode: str | None, reason: str
+) -> None:
+    """At once. ``stranger`` has a pair of its own, and allows both, which do not allow it."""
+    for folder, names in (("keys", ("prefill", "decode")), ("strange", ("prefill", "decode", "stranger"))):
+        for name in names:
+            assert run(["keys", str(tmp_path / folder), name]) == 0
+    p, d = (
+        opened(instance, {"channel": "zmq", "keys": keys_of(tmp_path, name), "claim_s": 1.0}, **role)
+        for instance, name, role in (("P", prefill, {"consumes": False}), ("D", decode, {"produces": False}))
+    )
+    begin(p, d, (p.address,))
+    wait(lambda: bool(d.worker.results(set()).failed), lambda: "the end of the load")
+    assert reason in caplog.text
+
+
+def keys_of(folder: Path, name: str | None) -> str:
+    """The option ``keys``; "" for None."""
+    own = folder / ("strange" if name == "stranger" else "keys")
+    return "" if name is None else f"{own}/{name}.key_secret,{own}"
+
+
+def test_a_port_that_is_shut_ends_the_load_with_its_address(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    p, d = opened("P", {"channel": "zmq"}, consumes=False), opened("D", {"channel": "zmq", "silence_s": 2.0})
+    gone = f"tcp://127.0.0.1:{free_port()}"
+    begin(p, d, (gone,))
+    wait(lambda: bool(d.worker.results(set()).failed), lambda: "the end of the load")
+    assert f"no answer from {gone} within 2 s" in caplog.text
+
+
 @pytest.mark.parametrize("strategy", ["auto", "staged+incremental"])
 def test_decode_holds_rows_in_its_prefix_cache(opened: Open, strategy: str) -> None:
     """Prefill takes that from every decode instance, whatever its own cache."""
