@@ -37,6 +37,13 @@ from tests.support.processes import wait
 FACTS = ServerFacts(tp=1, rank=0, heads=2, latent=False, dtype="float16", model=b"m", device="cpu")
 
 
+NANOSECONDS = 1_764_338_400_123_456_789
+"""A ``bootstrap_room`` as llm-d's sidecar draws it with ``--kv-connector=sglang``, and as SGLang's routers may.
+
+llm-d-inference-scheduler 520af478, ``pkg/sidecar/proxy/connector_sglang.go``.
+"""
+
+
 class StateType(Enum):
     """Of SGLang."""
 
@@ -100,7 +107,7 @@ def transferred(given: dict[str, Any]) -> Source:
         announce("0.0.0.0", server.port, source)
         wait(lambda: decode.directory.ensure(address), lambda: str(decode.directory.problem(address)))
         assert decode.source_at(address) == source
-        sender, receiver = SenderRoom(prefill, 1), ReceiverRoom(decode, address, 1)
+        sender, receiver = SenderRoom(prefill, NANOSECONDS), ReceiverRoom(decode, address, NANOSECONDS)
         receiver.asked(range(7), None)
         receiver.init(0)
         receiver.send_metadata(np.array([4, 2], np.int32), 2)
