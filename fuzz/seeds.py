@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from disagg_kv.core import Codec, Hello
+from disagg_kv.core import Codec, Elected, Hello
 from disagg_kv.core.wire import frames as f
 from disagg_kv.core.wire.specs import shard_to_wire, site_to_wire, spec_to_wire
 from disagg_kv.geometry import Shard
@@ -35,7 +35,7 @@ def hello(role: str, shards: list[Shard], rank: int, page_size: int = 4) -> Hell
         pid=1, started=1, born=1, spec=spec_to_wire(SPEC), shards=tuple(shard_to_wire(s) for s in shards),
         site=site_to_wire(site), regions=tuple(range(len(site.buffers))), transport="inproc",
         descriptor=encode(Descriptor("inproc", Peer(bytes(16)))), paths=(("direct", 1), ("slice", 1), ("staged", 1)),
-        conversions=(), slot_bytes=4096, ring_region=0, ring_bytes=1 << 16, lease_bytes=1 << 13,
+        conversions=(), verdict=Elected.name, slot_bytes=4096, ring_region=0, ring_bytes=1 << 16, lease_bytes=1 << 13,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import structs
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.core import Codec, Hello, Options
+from disagg_kv.core import Codec, Elected, Hello, Options
 from disagg_kv.core.wire import frames as f
 from disagg_kv.endpoints.peers.handshake import EndpointInfo, RemoteEndpoint
 from disagg_kv.endpoints.peers.incarnation import Incarnation
@@ -42,7 +42,7 @@ class Fixed:
         self.tables: Mapping[GroupId, PageTable] = {KV: PageTable(KV, np.arange(ROWS // 4))}
         self.me = EndpointInfo(
             Incarnation(), "inproc://me", role, role, Rank(0), shards, self.site, self.regions, self.transport,
-            tuple(paths().values()), b"", b"", 4096, False, self.regions[0], 1 << 16, 1 << 13,
+            tuple(paths().values()), Elected, b"", 4096, False, self.regions[0], 1 << 16, 1 << 13,
         )  # fmt: skip
         self.admit = self.me.admit
 
