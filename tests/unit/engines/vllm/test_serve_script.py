@@ -108,12 +108,14 @@ def test_too_few_gpus_are_named(commands: Path, variables: dict[str, str]) -> No
 
 def test_between_hosts_the_channel_is_zeromq_with_keys(commands: Path) -> None:
     variables = {"HOST": "10.0.0.1", "KEYS": "keys/prefill.key_secret,keys", "TRANSPORT": "nixl"}
+    variables["RENDEZVOUS"] = "etcd://10.0.0.3:2379/prod"
     _, _, connector = started(commands, 0, ROLE="prefill", **variables)
     options = connector["kv_connector_extra_config"]
     assert options["channel"] == "zmq"
     assert options["listen"] == "tcp://10.0.0.1:0"
     assert options["keys"] == "keys/prefill.key_secret,keys"
     assert options["transport"] == "nixl"
+    assert options["rendezvous"] == "etcd://10.0.0.3:2379/prod"
     _, _, connector = started(commands, 0, ROLE="prefill", **{**variables, "HOST": "10.0.0.1:7000"})
     assert connector["kv_connector_extra_config"]["listen"] == "tcp://10.0.0.1:7000"
 
