@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import DisaggKVError
 from ..ids import RoomId
 from ..trace import Span
-from .api import Report
+from .status import Report
 
 
 def room_span(room: RoomId, opened: float, now: float, report: Report, error: DisaggKVError | None) -> Span:

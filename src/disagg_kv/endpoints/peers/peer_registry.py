@@ -15,7 +15,7 @@ from ...core import Hello, KnownPeer, Options, PeerTable, RoomKey
 from ...errors import About, UnknownNameError
 from ...ids import Epoch, Rank, RoomId, peer_name, room_text
 from ...transports import Lane
-from ..api import PeerInfo, PeerState
+from ..status import PeerInfo, PeerState
 
 
 @frozen

@@ -9,7 +9,7 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...core import Alone, Elected, Options, Verify, check_verify
+from ...core import Alone, Elected, Options, Verify
 from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
@@ -18,10 +18,8 @@ from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...rendezvous import Rendezvous
 from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, maps_pages, paths
-from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import SupportsMapping, Transport
-from ..api import Usage
 from ..handle import ChangeQueue
 from ..loop.construction import Parts
 from ..loop.endpoint import Endpoint
@@ -29,6 +27,7 @@ from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
 from ..peers.mapping import check_mapping
 from ..staging_memory import new_staging, ready_kernels, staging_slots
+from ..status import Usage
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
@@ -98,27 +97,15 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         observer: Observer | None = None,
         environment: Environment | None = None,
     ) -> None:
-        parts = Parts(
-            pool,
-            transport,
-            channel,
-            rendezvous,
-            instance,
-            rank,
-            shards,
-            verdict,
-            options,
-            kernels,
-            observer,
-            environment,
-        )
-        with parts:
+        with Parts(
+            pool, transport, channel, rendezvous, instance, rank, shards, strategy, verify, verdict, options, kernels,
+            observer, environment,
+        ) as parts:  # fmt: skip
             if schedule is not None:
                 arguments.methods(schedule, "schedule", "a schedule", "groups")
                 arguments.attributes(schedule, "schedule", "a schedule", "name")
             self._slots = arguments.count(slots, "slots", least=1)
-            check_verify(verify)
-            chosen = named(strategy)
+            chosen = parts.strategy
             usable = tuple(paths().values()) if chosen.path == AUTO else (paths()[chosen.path],)
             carrier = parts.transport
             check_mapping(chosen.path, usable, carrier)
