@@ -33,7 +33,6 @@ from disagg_kv import (
     PagedPool,
     PageTable,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
     transport,
@@ -42,7 +41,7 @@ from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.ids import Role
+from disagg_kv.ids import Role, RoomId
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from tests.support.answering import answer

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from disagg_kv import RoomId, Source
+from disagg_kv import Source
 from disagg_kv.errors import ConfigurationError, LocalProtocolError
+from disagg_kv.ids import RoomId
 from disagg_kv.trace import Several, Span
 from tests.support.needs import needs_opentelemetry
 from tests.support.observed import NBYTES, endpoints, move, until
