@@ -2,8 +2,7 @@
 
 An engine builds a pool over its cache, opens a :class:`PrefillEndpoint` or a :class:`DecodeEndpoint` per rank, and
 opens a room per request. These are the names that an engine needs, and the five Protocols that it may implement. Every
-other public name is in the ``__all__`` of its package, for those who implement parts: ``disagg_kv.geometry``,
-``disagg_kv.transports``, and so on. What no package exports is private.
+other public name is imported from its package, as docs/reference.md lists them. What it does not list is private.
 """
 
 from .channels import UnixChannel, ZmqChannel
