@@ -172,9 +172,8 @@ class Recovering:
     _seen: tuple[Phase, bool] = field(default=(Phase.CONNECTING, False), init=False)
 
     def __repr__(self) -> str:
-        return arguments.brief(
-            self, lambda: f"{room_state(self._room, self.phase, self.released)}, attempt {self.attempts}"
-        )
+        room = self._room
+        return arguments.brief(self, lambda: f"{room_state(room, self.phase, self.released)}, attempt {self.attempts}")
 
     @property
     def room(self) -> RoomId:

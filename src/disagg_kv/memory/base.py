@@ -77,8 +77,7 @@ def pool_text(pool: PagedMemory) -> str:
 
     def text() -> str:
         groups = ", ".join(f"{g.id} {g.pages} pages of {g.rows_per_page} rows" for g in pool.site.groups)
-        layers, nbytes = len(pool.site.shard.layers()), sum(b.nbytes for b in pool.buffers)
-        return f"on {pool.buffers[0].device}: {groups}; {layers} layers, {nbytes} bytes"
+        return f"on {pool.buffers[0].device}: {groups}; {sum(b.nbytes for b in pool.buffers)} bytes"
 
     return arguments.brief(pool, text)
 

@@ -122,7 +122,7 @@ def test_names_of_any_length_and_with_any_character_stay_short_and_on_one_line()
 
 def test_pools_show_their_device_groups_and_size() -> None:
     pool = PagedPool.allocate(SPEC, shard(SPEC), pages=8, page_size=16)
-    contents = "on cpu: kv 8 pages of 16 rows; 2 layers, 16384 bytes"
+    contents = "on cpu: kv 8 pages of 16 rows; 16384 bytes"
     assert repr(pool) == f"<PagedPool {contents}>"
     assert repr(MappedPool(pool.site, tuple(pool.buffers))) == f"<MappedPool {contents}>"
     assert repr(ConvertedPool(pool, SPEC.cast("float8_e4m3fn"))) == f"<ConvertedPool {contents}>"

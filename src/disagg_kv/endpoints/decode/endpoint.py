@@ -103,8 +103,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             observer, environment,
         ) as parts:  # fmt: skip
             self._selection = parts.strategy.selection
-            carrier = parts.transport
-            usable, exposed = _usable(parts.strategy.path, pool, carrier)
+            usable, exposed = _usable(parts.strategy.path, pool, parts.transport)
             limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
             device = pool.buffers[0].device
             if ring_bytes is None:
@@ -112,10 +111,10 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
             movers = ready_kernels(pool, kernels, verify)
             self._ring = ring = made_by(allocator, ring_bytes)
-            self._staging = memory = new_staging(carrier, ring_bytes, device)
+            self._staging = memory = new_staging(parts.transport, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
-            ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
-            flags, place = new_flag_page(carrier, usable) if verify == "off" else (None, b"")
+            ring_region, *regions = parts.transport.register([memory, *(pool.buffers if exposed else ())])
+            flags, place = new_flag_page(parts.transport, usable) if verify == "off" else (None, b"")
             me = parts.info("decode", regions, usable)
             me = attrs.evolve(
                 me,
@@ -167,17 +166,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         """Bytes of the ring that are leased: to segments on their way, or waiting for evidence."""
         return self._ring.live_bytes
 
-    def usage(self) -> Usage:
-        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
-        links, most = self._links()
-        return Usage(
-            self._rooms(),
-            ring_bytes=self._ring_bytes,
-            ring_used_bytes=self.leased_bytes,
-            quarantined_bytes=self.quarantined_bytes,
-            links=links,
-            links_most=most,
-        )
+    def _memory(self) -> Usage:
+        leased, stuck = self.leased_bytes, self.quarantined_bytes
+        return Usage({}, ring_bytes=self._ring_bytes, ring_used_bytes=leased, quarantined_bytes=stuck)
 
     @property
     def staging(self) -> Buffer:

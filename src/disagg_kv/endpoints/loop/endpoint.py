@@ -9,6 +9,8 @@ from functools import partial
 from itertools import count, islice
 from typing import Generic, Literal, TypeVar
 
+from attrs import evolve
+
 from ... import arguments
 from ...core import Alone, Phase, RoomKey
 from ...errors import DisaggKVError, text_of
@@ -144,9 +146,14 @@ class Endpoint(ABC, Generic[H, S]):
         states = (handle.state for handle in self._ids.handles())
         return Counter(phase for phase, released in states if not released)
 
-    @abstractmethod
     def usage(self) -> Usage:
         """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+        links, most = self._links()
+        return evolve(self._memory(), rooms=self._rooms(), links=links, links_most=most)
+
+    @abstractmethod
+    def _memory(self) -> Usage:
+        """What it keeps in its ring or slots, without rooms and links. From any thread."""
 
     def status(self, rooms: int) -> EndpointStatus:
         """See :class:`~disagg_kv.endpoints.api.SupportsStatus`."""

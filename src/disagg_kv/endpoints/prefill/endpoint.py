@@ -107,18 +107,17 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             self._slots = arguments.count(slots, "slots", least=1)
             chosen = parts.strategy
             usable = tuple(paths().values()) if chosen.path == AUTO else (paths()[chosen.path],)
-            carrier = parts.transport
-            check_mapping(chosen.path, usable, carrier)
+            check_mapping(chosen.path, usable, parts.transport)
             self._schedule = chosen.schedule if schedule is None else schedule
             self._uses = frozenset(arguments.several(uses, "uses", Feature))
             device = pool.buffers[0].device
             if slot_bytes is None:
                 slot_bytes = 16 << 20 if device == "cpu" else 128 << 20
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
-            maps = any(map(maps_pages, usable)) and isinstance(carrier, SupportsMapping)
+            maps = any(map(maps_pages, usable)) and isinstance(parts.transport, SupportsMapping)
             movers = ready_kernels(pool, kernels, verify, maps)
-            self._staging = staging = new_staging(carrier, staging_slots(self._slots, slot_bytes), device)
-            *regions, staged = carrier.register([*pool.buffers, staging])
+            self._staging = staging = new_staging(parts.transport, staging_slots(self._slots, slot_bytes), device)
+            *regions, staged = parts.transport.register([*pool.buffers, staging])
             pools = ReadPools(pool, movers, verify)
             known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
             me = parts.info("prefill", regions, usable)
@@ -186,18 +185,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         """Staging slots that are being filled or that a write may still read."""
         return self._transfers.pinned_slots
 
-    def usage(self) -> Usage:
-        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+    def _memory(self) -> Usage:
         stuck = self._side.quarantined_slots * self._slot_bytes
-        links, most = self._links()
-        return Usage(
-            self._rooms(),
-            slots=self._slots,
-            slots_used=self.pinned_slots,
-            quarantined_bytes=stuck,
-            links=links,
-            links_most=most,
-        )
+        return Usage({}, slots=self._slots, slots_used=self.pinned_slots, quarantined_bytes=stuck)
 
     @property
     def staging(self) -> Buffer:

@@ -307,8 +307,8 @@ class ForwardPass:
         self._closed = False
 
     def __repr__(self) -> str:
-        rooms, layers = len(self._handed), f"{len(self._seen)} of {len(self._layers)} layers declared"
-        return f"<ForwardPass of {rooms} rooms: {layers}{', closed' if self._closed else ''}>"
+        layers = f"{len(self._seen)} of {len(self._layers)} layers declared"
+        return f"<ForwardPass of {len(self._handed)} rooms: {layers}{', closed' if self._closed else ''}>"
 
     def layer_ready(self, layer: int, ready: Event | Mark | None = None) -> bool:
         """See :meth:`~disagg_kv.endpoints.api.Step.layer_ready`."""
