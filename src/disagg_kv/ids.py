@@ -12,7 +12,7 @@ Generation = NewType("Generation", int)
 """The number of a room on one endpoint; grows by one each time that endpoint opens a room."""
 
 Epoch = NewType("Epoch", bytes)
-"""One life of an endpoint: 16 random bytes, drawn at its start and never reused."""
+"""One incarnation of an endpoint: 16 random bytes, drawn at its start and never reused."""
 
 LayerId = NewType("LayerId", int)
 """Index of a layer in the whole model, counted from 0 (draft-model layers follow the model's own).

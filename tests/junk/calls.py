@@ -70,7 +70,7 @@ SPOKEN = {
 """Classes of which an engine only calls what a protocol names; and what else it calls."""
 
 MORE = (
-    RecoveringReceiver, Retry, prefix.Claim, PageAllocator, StoreRendezvous, StaticRendezvous, RequestRendezvous,
+    RecoveringReceiver, Retry, prefix.PrefixLease, PageAllocator, StoreRendezvous, StaticRendezvous, RequestRendezvous,
     Buffer, MappedPool, Environment, Group, Holding, Plane, Shard, Site, HashPrefixIndex, PrefixCache, StoreMinimum,
     *SPOKEN,
 )  # fmt: skip
@@ -413,23 +413,23 @@ def _prefix_cache(bench: Bench) -> Ready:
     return PrefixCache, good
 
 
-covers("PrefixCache.claim", tokens="tokens", adapter="long octets")(
-    lambda bench: (_cache().claim, {"tokens": list(range(9)), "adapter": b""})
+covers("PrefixCache.lease", tokens="tokens", adapter="long octets")(
+    lambda bench: (_cache().lease, {"tokens": list(range(9)), "adapter": b""})
 )
 covers("PrefixCache.take", count="count")(lambda bench: (_cache().take, {"count": 2}))
 covers("PrefixCache.leave", ready="event needed", back="function")(
     lambda bench: (_cache().leave, {"ready": bench.prefill.open(bench.room()).withdraw(), "back": lambda: None})
 )
-covers("Claim.__init__", cache="thing", tokens="tokens", adapter="long octets")(
-    lambda bench: (prefix.Claim, {"cache": _cache(), "tokens": [1], "adapter": b""})
+covers("PrefixLease.__init__", cache="thing", tokens="tokens", adapter="long octets")(
+    lambda bench: (prefix.PrefixLease, {"cache": _cache(), "tokens": [1], "adapter": b""})
 )
-covers("Claim.begin", held="count or none")(lambda bench: (_cache().claim(range(9)).begin, {"held": None}))
+covers("PrefixLease.begin", held="count or none")(lambda bench: (_cache().lease(range(9)).begin, {"held": None}))
 
 
-def _begun() -> prefix.Claim:
-    claim = _cache().claim(list(range(9)))
-    claim.begin()
-    return claim
+def _begun() -> prefix.PrefixLease:
+    lease = _cache().lease(list(range(9)))
+    lease.begin()
+    return lease
 
 
 class _Ended:
@@ -438,15 +438,15 @@ class _Ended:
     phase, released, error = disagg_kv.Phase.DONE, True, None
 
 
-def _there() -> prefix.Claim:
-    claim = _begun()
-    claim.settle(_Ended())
-    return claim
+def _there() -> prefix.PrefixLease:
+    lease = _begun()
+    lease.settle(_Ended())
+    return lease
 
 
-covers("Claim.settle", handle="thing")(lambda bench: (_begun().settle, {"handle": _Ended()}))
-covers("Claim.grow", rows="count")(lambda bench: (_there().grow, {"rows": 12}))
-covers("Claim.end", tokens="tokens or none", ready="event")(
+covers("PrefixLease.settle", handle="thing")(lambda bench: (_begun().settle, {"handle": _Ended()}))
+covers("PrefixLease.grow", rows="count")(lambda bench: (_there().grow, {"rows": 12}))
+covers("PrefixLease.end", tokens="tokens or none", ready="event")(
     lambda bench: (_there().end, {"tokens": list(range(9)), "ready": None})
 )
 plain("HashPrefixIndex.__init__", HashPrefixIndex, {"page_rows": 4, "pages": 16, "namespace": b"", "digest": bytes},

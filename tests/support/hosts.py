@@ -312,8 +312,8 @@ class _Member:
         """The lane to each peer that is there, by its instance, and those that carried rooms of prefill."""
         end = self._sender or self._receiver
         assert end is not None
-        carried = {f"room {room.decode()}": handle.report.lane for room, handle in self._rooms.items()}
-        return {peer.instance: peer.lane for peer in end.peers() if peer.state != "lost"} | carried
+        carried = {f"room {room.decode()}": handle.report.transport for room, handle in self._rooms.items()}
+        return {peer.instance: peer.transport for peer in end.peers() if peer.state != "lost"} | carried
 
     def open_rooms(self) -> int:
         """Rooms that are not forgotten."""

@@ -111,8 +111,8 @@ class Look:
     message: str
     nbytes: int
     path: str
-    lane: str
-    lane_reason: str
+    transport: str
+    transport_reason: str
     segments: int
 
 
@@ -360,7 +360,7 @@ class Member:
         handle = self.rooms[room]
         released, phase, error = handle.released, handle.phase, handle.error
         report = handle.report
-        how = report.path, report.lane, report.lane_reason, report.segments
+        how = report.path, report.transport, report.transport_reason, report.segments
         return Look(phase.name, released, type(error).__name__, str(error), report.nbytes, *how)
 
     def aux(self) -> bytes:

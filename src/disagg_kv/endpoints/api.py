@@ -311,10 +311,10 @@ class Sender(Protocol):
         """Declare that the process of a peer has ended: evidence that memory held for it may be reused.
 
         Args:
-            epoch: the epoch of the peer's life, as in :class:`PeerInfo`; or its 32 hex digits.
+            epoch: the peer's epoch, as in :class:`PeerInfo`; or its 32 hex digits.
 
         Raises:
-            UnknownNameError: no such life is known; the message lists the lives that hold memory here.
+            UnknownNameError: no such epoch is known; the message lists those that hold memory here.
         """
         ...
 
@@ -364,10 +364,10 @@ class Receiver(Protocol):
         """Declare that the process of a peer has ended: evidence that memory held for it may be reused.
 
         Args:
-            epoch: the epoch of the peer's life, as in :class:`PeerInfo`; or its 32 hex digits.
+            epoch: the peer's epoch, as in :class:`PeerInfo`; or its 32 hex digits.
 
         Raises:
-            UnknownNameError: no such life is known; the message lists the lives that hold memory here.
+            UnknownNameError: no such epoch is known; the message lists those that hold memory here.
         """
         ...
 

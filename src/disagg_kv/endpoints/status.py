@@ -18,9 +18,9 @@ class Report:
     Args:
         path: name of the path, which decode chooses: on prefill, that to the last decode rank which has asked.
         reason: on decode, why that path was chosen.
-        lane: the transport that carries the bytes: on prefill, to the decode rank of the last choice; on decode, those
+        transport: the one that carries the bytes: on prefill, to the decode rank of the last choice; on decode, those
             of all prefill ranks that send rows, with ``+`` between them; "": not known yet.
-        lane_reason: on prefill, why that transport.
+        transport_reason: on prefill, why that transport.
         groups: number of layer groups of the last chunk; 0: not decided yet.
         schedule: why that number was chosen.
         nbytes: bytes written to peers, or placed in the pages of this rank.
@@ -37,8 +37,8 @@ class Report:
 
     path: str = ""
     reason: str = ""
-    lane: str = ""
-    lane_reason: str = ""
+    transport: str = ""
+    transport_reason: str = ""
     groups: int = 0
     schedule: str = ""
     nbytes: int = 0
@@ -75,7 +75,7 @@ PeerState = Literal["connected", "idle", "silent", "parted", "lost", "ended"]
 
 @frozen
 class PeerInfo:
-    """One life of another endpoint, and the memory that it holds here. ``confirm_terminated`` takes its epoch.
+    """One incarnation of another endpoint, and the memory that it holds here. ``confirm_terminated`` takes its epoch.
 
     Args:
         instance, rank, address, epoch, host, pid: as the peer introduced itself.
@@ -90,9 +90,9 @@ class PeerInfo:
             such a room count. On prefill, bytes of pages of failed rooms that writes to the peer may still read.
         slot_bytes: on prefill, bytes of staging slots of failed rooms that writes to the peer may still read.
         rooms: the failed rooms that wait for evidence about the peer.
-        lane: the transport over which this side reaches the peer; "": it does not, as with ranks of its own instance.
+        transport: the one over which this side reaches the peer; "": it does not, as with ranks of its own instance.
             The peer chooses for itself over which one it writes.
-        lane_reason: why that one, where the endpoint has several.
+        transport_reason: why that one, where the endpoint has several.
     """
 
     instance: str
@@ -107,8 +107,8 @@ class PeerInfo:
     page_bytes: int = 0
     slot_bytes: int = 0
     rooms: tuple[RoomId, ...] = ()
-    lane: str = ""
-    lane_reason: str = ""
+    transport: str = ""
+    transport_reason: str = ""
 
     @property
     def held_bytes(self) -> int:

@@ -81,7 +81,7 @@ def test_both_sides_of_a_request_are_in_its_trace(exporter: InMemorySpanExporter
         assert room.status.status_code is trace.StatusCode.UNSET
         assert dict(room.attributes) == {
             "disagg_kv.room": "room", "disagg_kv.instance": instance, "disagg_kv.rank": rank,
-            "disagg_kv.outcome": "done", "disagg_kv.path": "staged", "disagg_kv.lane": "inproc",
+            "disagg_kv.outcome": "done", "disagg_kv.path": "staged", "disagg_kv.transport": "inproc",
             "disagg_kv.bytes": NBYTES,
             "disagg_kv.segments": room.attributes["disagg_kv.segments"],
         }  # fmt: skip

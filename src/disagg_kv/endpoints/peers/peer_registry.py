@@ -198,7 +198,7 @@ def format_peers(peers: Sequence[PeerInfo]) -> str:
     head = (
         "peer",
         "state",
-        "lane",
+        "transport",
         "silent s",
         "ring B",
         "pages B",
@@ -222,7 +222,7 @@ def _cells(peer: PeerInfo) -> tuple[str, ...]:
     return (
         name,
         peer.state,
-        peer.lane or "-",
+        peer.transport or "-",
         f"{peer.silent_s:.1f}",
         str(peer.ring_bytes),
         str(peer.page_bytes),
