@@ -18,7 +18,7 @@ from disagg_kv.endpoints.decode.rate_limit import RateLimiter
 from disagg_kv.errors import CapacityError, ConfigurationError
 from disagg_kv.geometry import I32, CacheSpec, item_bytes, shard
 from disagg_kv.planning import Intake, Limits, plain_site
-from disagg_kv.prefix import Claim, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
+from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, PrefixLease, namespace_of
 
 from .prefix_workload import Prompt
 
@@ -91,7 +91,7 @@ _EMULATION = msgspec.json.Decoder(Emulation)
 
 @frozen
 class Landed:
-    """A claim's room that has ended well."""
+    """A lease's room that has ended well."""
 
     phase: Phase = Phase.DONE
     released: bool = True
@@ -104,8 +104,8 @@ class _Request:
 
     prompt: Prompt
     began: float
-    there: Claim | None = None
-    here: Claim | None = None
+    there: PrefixLease | None = None
+    here: PrefixLease | None = None
     held: int = 0
     first_token: float = 0.0
     ended: float = 0.0
@@ -262,18 +262,18 @@ class Emulator:
         prompt, cache = request.prompt, self._decode
         rows = len(prompt.tokens) + prompt.answer
         # Without prefixes every request is a namespace of its own: nothing is ever found.
-        claim = cache.claim(prompt.tokens, b"" if self._incremental else str(self._order).encode())
-        need = -(-rows // self._e.decode_page) - claim.rows // self._e.decode_page
+        lease = cache.lease(prompt.tokens, b"" if self._incremental else str(self._order).encode())
+        need = -(-rows // self._e.decode_page) - lease.rows // self._e.decode_page
         if need > cache.pages.free + cache.index.evictable - self._reserved:
-            claim.end()
+            lease.end()
             return False
         known = self._arrived.get(prompt.group, 0)
-        claim.begin()
-        request.there = claim
-        request.held = claim.rows
+        lease.begin()
+        request.there = lease
+        request.held = lease.rows
         if self._ideal and self._incremental:
             request.held = known
-        self._reserved += -(-rows // self._e.decode_page) - len(claim.table.pages)
+        self._reserved += -(-rows // self._e.decode_page) - len(lease.table.pages)
         self._tokens += len(prompt.tokens)
         self._held += request.held
         whole = known // self._e.decode_page * self._e.decode_page
@@ -290,14 +290,14 @@ class Emulator:
         if self._busy or not self._computing:
             return
         request = self._computing[0]
-        claim = self._prefill.claim(request.prompt.tokens)
-        cached = claim.rows
+        lease = self._prefill.lease(request.prompt.tokens)
+        cached = lease.rows
         try:
-            claim.begin()
+            lease.begin()
         except CapacityError:
             return
         self._computing.popleft()
-        request.here = claim
+        request.here = lease
         self._busy = True
         if cached > request.held:
             self._transfer(request, request.held, cached, last=False)
@@ -385,17 +385,17 @@ class Emulator:
     def _join(self, request: _Request) -> None:
         """The first token came with the cache; each step adds one."""
         assert request.there is not None
-        prompt, claim, host = request.prompt, request.there, self._clock()
-        claim.settle(Landed())
+        prompt, lease, host = request.prompt, request.there, self._clock()
+        lease.settle(Landed())
         self._arrived[prompt.group] = prompt.shared
         rows = len(prompt.tokens) + prompt.answer
-        self._reserved -= -(-rows // self._e.decode_page) - len(claim.table.pages)
+        self._reserved -= -(-rows // self._e.decode_page) - len(lease.table.pages)
         try:
-            claim.grow(rows)
+            lease.grow(rows)
         except CapacityError:
-            # Claims of one group that were open together brought equal pages. Each keeps its own, and locks those in
+            # Leases of one group that were open together brought equal pages. Each keeps its own, and locks those in
             # the index too, which the reservation took for evictable. The request begins again, and finds its rows.
-            claim.end()
+            lease.end()
             self._admission.appendleft(request)
             return
         finally:

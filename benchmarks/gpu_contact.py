@@ -26,10 +26,10 @@ import torch
 
 from bench.engine import between_polls, wait_until
 from bench.machine import commit, installed
-from disagg_kv import CacheSpec, DecodeEndpoint, Expectation, PagedPool, PageTable, PrefillEndpoint, RoomId, shard
+from disagg_kv import CacheSpec, DecodeEndpoint, Expectation, PagedPool, PageTable, PrefillEndpoint, shard
 from disagg_kv.channels import UnixChannel
 from disagg_kv.endpoints.handle import RoomHandle
-from disagg_kv.ids import GroupId
+from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.transports import between_processes
 

@@ -39,11 +39,11 @@ from disagg_kv import (
     PageTable,
     Phase,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
 )
 from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.ids import RoomId
 from disagg_kv.memory import bytes_of
 from disagg_kv.observe.metrics import SEGMENT_BOUNDS
 from disagg_kv.observe.prometheus import PrometheusMetrics

@@ -46,7 +46,6 @@ from disagg_kv import (
     PageTable,
     Phase,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
 )
@@ -56,6 +55,7 @@ from disagg_kv.core.wire.frames import Grant, StagingRequest
 from disagg_kv.endpoints import Environment
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import DeadlineError, IntegrityError
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import RequestRendezvous
 from disagg_kv.transports import ShmTransport
 

@@ -30,12 +30,12 @@ from disagg_kv import (
     PagedPool,
     PageTable,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
     transport,
 )
 from disagg_kv.channels import UnixChannel, ZmqChannel
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import StaticRendezvous
 
 Role = Literal["prefill", "decode"]

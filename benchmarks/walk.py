@@ -29,20 +29,10 @@ from types import FrameType
 from attrs import define, field, frozen
 
 import disagg_kv
-from disagg_kv import (
-    CacheSpec,
-    DecodeEndpoint,
-    GroupId,
-    PagedPool,
-    PageTable,
-    Phase,
-    PrefillEndpoint,
-    RoomId,
-    Source,
-    shard,
-)
+from disagg_kv import CacheSpec, DecodeEndpoint, GroupId, PagedPool, PageTable, Phase, PrefillEndpoint, Source, shard
 from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.endpoints import Delivery, Environment, Expectation, Reception
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import InprocTransport
 

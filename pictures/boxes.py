@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from disagg_kv import CacheSpec, LayerId, Shard, shard
+from disagg_kv import CacheSpec, LayerId, shard
+from disagg_kv.geometry import Shard
 
 from .drawing import Picture
 

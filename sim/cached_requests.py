@@ -39,16 +39,16 @@ class CachedRequest:
     def match(self, entry: Entry) -> None:
         """Lock what the rank holds of the prompt, and tell the others how much that is."""
         prefixes = _prefixes(entry)
-        entry.claim = prefixes.cache.claim(self._tokens)
-        self._matched.add(entry.claim.rows)
+        entry.lease = prefixes.cache.lease(self._tokens)
+        self._matched.add(entry.lease.rows)
         self._say(entry)
 
     def _say(self, entry: Entry) -> None:
         if self._over(entry):
             return
-        assert entry.claim is not None
+        assert entry.lease is not None
         try:
-            _prefixes(entry).minimum.say(self._question, entry.claim.rows)
+            _prefixes(entry).minimum.say(self._question, entry.lease.rows)
         except PeerLostError:
             self._world.later(ASK_S, partial(self._say, entry))
             return
@@ -97,25 +97,25 @@ class CachedRequest:
 
     def _begin(self, entry: Entry, agreed: int) -> None:
         """Take pages for what is not held, and await that."""
-        room, plan, claim, prefixes = self._room, self._room.plan, entry.claim, _prefixes(entry)
+        room, plan, lease, prefixes = self._room, self._room.plan, entry.lease, _prefixes(entry)
         handle, memory = entry.handle, entry.node.memory
-        assert claim is not None
+        assert lease is not None
         assert isinstance(handle, ReceptionHandle)
         if len(self._matched) > 1:
             self._world.saw(Kind.UNEQUAL)
         prefixes.pages.owner = room.number
         known = len(prefixes.index)
         try:
-            table = claim.begin(agreed)
+            table = lease.begin(agreed)
         except CapacityError:
             self._world.mark("engine:no pages for a prompt")
-            entry.claim = None
+            entry.lease = None
             handle.abort("there are no pages")
             return
         if len(prefixes.index) < known:
             self._world.saw(Kind.EVICTED_FOR)
-        entry.held = claim.rows
-        entry.pages = claim.table.pages.tolist()
+        entry.held = lease.rows
+        entry.pages = lease.table.pages.tolist()
         if plan.aux:
             entry.aux = memory.aux.pop()
         entry.await_states()
@@ -126,27 +126,27 @@ class CachedRequest:
         prefixes.check()
         stop = None if plan.open_end else plan.rows
         state = memory.slot_tables(entry.slots)
-        taken = handle.expect(Expectation(stop, [table], held={KV: claim.rows}, state=state, aux=entry.aux))
-        if taken != {KV: agreed} or claim.rows != agreed:
+        taken = handle.expect(Expectation(stop, [table], held={KV: lease.rows}, state=state, aux=entry.aux))
+        if taken != {KV: agreed} or lease.rows != agreed:
             self._world.violation("I2", f"{room.name(entry)}: {agreed} rows were agreed on, {taken} are taken as held")
 
     def released(self, entry: Entry) -> None:
         """The room's pages are released: the prefix cache keeps the rows that arrived, or none."""
-        claim, handle, prefixes = entry.claim, entry.handle, _prefixes(entry)
-        assert claim is not None
+        lease, handle, prefixes = entry.lease, entry.handle, _prefixes(entry)
+        assert lease is not None
         assert handle is not None
         if not entry.pages:
-            claim.end()
-            entry.claim = None
+            lease.end()
+            entry.lease = None
             return
         before = len(prefixes.index)
-        if not claim.settle(handle):
-            self._world.violation("I3", f"{self._room.name(entry)}: released, but its claim is not settled")
+        if not lease.settle(handle):
+            self._world.violation("I3", f"{self._room.name(entry)}: released, but its lease is not settled")
         if handle.phase is not Phase.DONE:
             self._failed(entry, before)
             return
         prefixes.settled()
-        whole = claim.rows // entry.node.memory.page_rows
+        whole = lease.rows // entry.node.memory.page_rows
         self._count(entry, len(prefixes.index) - before, whole)
         self._world.later(self._world.random.choice((0.0, 0.002, 0.05)), partial(self._answer, entry))
 
@@ -155,7 +155,7 @@ class CachedRequest:
             self._world.violation("I2", f"{self._room.name(entry)}: failed, but the prefix cache has its rows")
         if entry.held:
             self._world.saw(Kind.FAILED)
-        entry.claim = None
+        entry.lease = None
         _prefixes(entry).check()
 
     def _count(self, entry: Entry, brought: int, whole: int) -> None:
@@ -171,24 +171,24 @@ class CachedRequest:
 
     def _answer(self, entry: Entry) -> None:
         """Decode computes rows of its own, which the next turn may hold, and the request is over."""
-        claim, memory, more = entry.claim, entry.node.memory, self._prompt.answer
-        if claim is None or not entry.node.alive:
+        lease, memory, more = entry.lease, entry.node.memory, self._prompt.answer
+        if lease is None or not entry.node.alive:
             return
         prefixes, rows = _prefixes(entry), self._room.plan.rows
         prefixes.pages.owner = self._room.number
         known = len(prefixes.index)
         try:
-            pages = claim.grow(rows + more).pages.tolist()
+            pages = lease.grow(rows + more).pages.tolist()
         except CapacityError:
             pages, more = entry.pages, 0
         if len(prefixes.index) < known:
             self._world.saw(Kind.EVICTED_FOR)
         memory.put((memory.cells, memory.want), pages, 0, rows, rows + more, self._transcript.truth)
         before = len(prefixes.index)
-        claim.end(self._transcript.tokens[: rows + more])
+        lease.end(self._transcript.tokens[: rows + more])
         if len(prefixes.index) > before:
             self._world.saw(Kind.GENERATED)
-        entry.claim = None
+        entry.lease = None
         entry.pages = []
         prefixes.settled()
         self._check.freed(entry)

@@ -254,7 +254,7 @@ class Checks:
         if handle.report.nbytes != lacked:
             moved = f"{handle.report.nbytes} bytes landed, {lacked} were lacking"
             self._fail("I2", f"{entry.room.name(entry)}: {moved} ({entry.held} rows were held)")
-        if lacked and not handle.report.lane:
+        if lacked and not handle.report.transport:
             self._fail("I2", f"{entry.room.name(entry)}: {lacked} bytes landed over no lane")
 
     def _decode_succeeds(self, entry: Entry) -> None:

@@ -160,7 +160,7 @@ class SimTransport:
         if peer not in self._peers:
             raise TransportError(f"sim: no peer {peer.hex()}")
         if not self._is_far(peer):
-            return Lane(self.name, self.caps, "the first lane")
+            return Lane(self.name, self.caps, "the first transport")
         caps = evolve(self.caps, waits_events=not self.caps.waits_events)
         return Lane("far", caps, "not sim: it is far")
 

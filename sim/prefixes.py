@@ -1,4 +1,4 @@
-"""The prefix cache of a simulated decode rank: the real index, claims and agreement, over shadowed pages."""
+"""The prefix cache of a simulated decode rank: the real index, leases and agreement, over shadowed pages."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Prefixes:
         return sorted(self.index.pages)
 
     def settled(self) -> None:
-        """Claims have changed: the index's pages are its own from now on, and its accounts agree with themselves."""
+        """Leases have changed: the index's pages are its own from now on, and its accounts agree with themselves."""
         self._node.memory.owners[self.known()] = CACHED
         self._node.memory.version += 1
         self.check()

@@ -15,7 +15,7 @@ from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import Epoch, Generation, LayerId, room_name
 from disagg_kv.memory import U8, Event
-from disagg_kv.prefix import Claim
+from disagg_kv.prefix import PrefixLease
 from disagg_kv.rendezvous import Source
 
 from .memory import states_truth, truth
@@ -36,7 +36,7 @@ class Entry:
     slots: list[int] = field(factory=list)
     given: int = 0
     aux: int | None = None
-    claim: Claim | None = None
+    lease: PrefixLease | None = None
     held: int = 0
     phase: Phase | None = None
     error: DisaggKVError | None = None
@@ -78,7 +78,7 @@ class Entry:
     @property
     def over(self) -> bool:
         """Nothing more happens to it: it is ended and free, was never opened, or its process is gone."""
-        return (self.freed and self.claim is None) or self.refused or not self.node.alive
+        return (self.freed and self.lease is None) or self.refused or not self.node.alive
 
 
 @frozen(eq=False)

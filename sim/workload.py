@@ -376,12 +376,12 @@ class Room(SimRoom):
             self._give_slots(entry)
             if self._cached is not None and isinstance(handle, ReceptionHandle):
                 self._cached.over(entry)
-            if entry.claim is not None and self._cached is not None:
+            if entry.lease is not None and self._cached is not None:
                 self._cached.released(entry)
             else:
                 entry.node.memory.give(entry.pages)
             entry.withdrawal = None
-            if entry.claim is None:
+            if entry.lease is None:
                 entry.pages = []
             world.entries.pop(id(handle), None)
             entry.handle = None

@@ -34,11 +34,12 @@ from disagg_kv import (
     Phase,
     PrefillEndpoint,
     Source,
+    ZmqChannel,
     room_id,
     shard,
     transport,
 )
-from disagg_kv.channels import Keys, ZmqChannel
+from disagg_kv.channels import Keys
 from disagg_kv.endpoints import Handle
 from disagg_kv.engines.hf import PagedHFCache, spec_from_config
 from disagg_kv.observe.prometheus import MetricsServer

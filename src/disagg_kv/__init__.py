@@ -1,106 +1,53 @@
 """Move KV cache from prefill GPUs to decode GPUs.
 
 An engine builds a pool over its cache, opens a :class:`PrefillEndpoint` or a :class:`DecodeEndpoint` per rank, and
-opens a room per request. Names that neither this module nor a package's ``__init__`` exports are private.
+opens a room per request. These are the names that an engine needs, and the five Protocols that it may implement. Every
+other public name is imported from its package, as docs/reference.md lists them. What it does not list is private.
 """
 
-from .channels import Channel
-from .core import Options, Phase
-from .endpoints import (
-    DecodeEndpoint,
-    Delivery,
-    Expectation,
-    PeerInfo,
-    PrefillEndpoint,
-    Receiver,
-    Reception,
-    Report,
-    Sender,
-    Step,
-    attempt_id,
-    room_id,
-)
+from .channels import UnixChannel, ZmqChannel
+from .core import Alone, Elected, Options, Phase
+from .endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, Receiver, RecoveringReceiver, Retry, room_id
 from .errors import DisaggKVError
-from .geometry import (
-    CacheSpec,
-    Component,
-    Group,
-    Holding,
-    PageTable,
-    Plane,
-    Shard,
-    Site,
-    attention_tp,
-    shard,
-    stages,
-)
-from .ids import Epoch, GroupId, LayerId, Peer, Rank, RegionId, RoomId, Ticket
-from .memory import Buffer, Event, MemoryPool, PagedPool
-from .prefix import HashPrefixIndex, PrefixCache, PrefixIndex
-from .rendezvous import Rendezvous, Source, StoreMinimum
+from .geometry import CacheSpec, Component, PageTable, shard
+from .ids import GroupId, LayerId
+from .memory import MemoryPool, PagedPool
+from .rendezvous import Source, StaticRendezvous, StoreRendezvous
 from .staging import StagingAllocator
-from .strategies import Strategy, TransferPlanner, register, strategy
-from .trace import Observer, Recorder, Span
-from .transports import Capabilities, Transport, register_transport, transport
+from .strategies import TransferPlanner, strategy
+from .transports import Transport, transport
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Buffer",
+    "Alone",
     "CacheSpec",
-    "Capabilities",
-    "Channel",
     "Component",
     "DecodeEndpoint",
-    "Delivery",
     "DisaggKVError",
-    "Epoch",
-    "Event",
+    "Elected",
     "Expectation",
-    "Group",
     "GroupId",
-    "HashPrefixIndex",
-    "Holding",
     "LayerId",
     "MemoryPool",
-    "Observer",
     "Options",
     "PageTable",
     "PagedPool",
-    "Peer",
-    "PeerInfo",
     "Phase",
-    "Plane",
     "PrefillEndpoint",
-    "PrefixCache",
-    "PrefixIndex",
-    "Rank",
     "Receiver",
-    "Reception",
-    "Recorder",
-    "RegionId",
-    "Rendezvous",
-    "Report",
-    "RoomId",
-    "Sender",
-    "Shard",
-    "Site",
+    "RecoveringReceiver",
+    "Retry",
     "Source",
-    "Span",
     "StagingAllocator",
-    "Step",
-    "StoreMinimum",
-    "Strategy",
-    "Ticket",
+    "StaticRendezvous",
+    "StoreRendezvous",
     "TransferPlanner",
     "Transport",
-    "attempt_id",
-    "attention_tp",
-    "register",
-    "register_transport",
+    "UnixChannel",
+    "ZmqChannel",
     "room_id",
     "shard",
-    "stages",
     "strategy",
     "transport",
 ]

@@ -36,6 +36,19 @@ def shown(value: object) -> str:
         return f"an object of {type(value).__name__}"
 
 
+def brief(thing: object, text: Callable[[], str]) -> str:
+    """What ``repr`` of an object returns: its class and ``text()``.
+
+    It never raises. A traceback may show an object whose constructor has failed, or one that calls another project's
+    code.
+    """
+    kind = type(thing).__name__
+    try:
+        return f"<{kind} {text()}>"
+    except Exception as exc:
+        return f"<{kind}: {type(exc).__name__} in its repr>"
+
+
 def wrong(
     name: str, value: object, wanted: str, error: type[ConfigurationError] = ConfigurationError
 ) -> ConfigurationError:

@@ -12,13 +12,23 @@ Generation = NewType("Generation", int)
 """The number of a room on one endpoint; grows by one each time that endpoint opens a room."""
 
 Epoch = NewType("Epoch", bytes)
-"""One life of an endpoint: 16 random bytes, drawn at its start and never reused."""
+"""One incarnation of an endpoint: 16 random bytes, drawn at its start and never reused."""
 
 LayerId = NewType("LayerId", int)
-"""Index of a layer in the whole model, counted from 0 (draft-model layers follow the model's own)."""
+"""Index of a layer in the whole model, counted from 0 (draft-model layers follow the model's own).
+
+Calls that take a layer take a plain ``int`` too, also under ``mypy --strict``. What the library returns is a LayerId.
+"""
 
 GroupId = NewType("GroupId", str)
-"""One page-id space of a pool."""
+"""One page-id space of a pool.
+
+Calls that take a group take a plain ``str`` too, also under ``mypy --strict``. What the library returns is a GroupId:
+to read a mapping of theirs, write ``held[GroupId("kv")]``.
+"""
+
+KV = GroupId("kv")
+"""The group of tokens of a pool whose groups the engine does not name."""
 
 PageId = NewType("PageId", int)
 """Index of a page in its group, counted from 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,7 +11,7 @@ from attrs import evolve
 
 import disagg_kv
 from disagg_kv import endpoints, prefix
-from disagg_kv.channels import InprocChannel
+from disagg_kv.channels import InprocChannel, UnixChannel, ZmqChannel
 from disagg_kv.core import Elected, Options
 from disagg_kv.endpoints import (
     Environment,
@@ -24,7 +25,19 @@ from disagg_kv.endpoints import (
 from disagg_kv.endpoints.decode import handle as reception
 from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
-from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
+from disagg_kv.geometry import (
+    CacheSpec,
+    Component,
+    Group,
+    Holding,
+    PageTable,
+    Plane,
+    Shard,
+    Site,
+    attention_tp,
+    shard,
+    stages,
+)
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.kernels import TritonKernels
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
@@ -38,10 +51,7 @@ from tests.support.rig import KV
 from .bench import ROWS, SPEC, Bench, Call, Ready
 
 L0 = LayerId(0)
-MADE_HERE = {
-    "Capabilities", "DisaggKVError", "PeerInfo", "Recorder", "Report", "Span", "Strategy", "Epoch", "GroupId",
-    "LayerId",     "Peer", "Phase", "Rank", "RegionId", "RoomId", "Ticket",
-}  # fmt: skip
+MADE_HERE = {"Alone", "DisaggKVError", "Elected", "GroupId", "LayerId", "Phase"}
 """Public names that an engine does not make, or that are only names for plain values."""
 
 OWN = {"check_integrity", "turn", "again"}
@@ -54,16 +64,19 @@ SPOKEN = {
     reception.ReceptionHandle: (endpoints.Reception,),
     delivery.ForwardPass: (endpoints.Step,),
     Recovering: (endpoints.Reception,),
+    UnixChannel: ("__init__",),
+    ZmqChannel: ("__init__",),
 }
 """Classes of which an engine only calls what a protocol names; and what else it calls."""
 
 MORE = (
-    RecoveringReceiver, Retry, prefix.Claim, PageAllocator, StoreRendezvous, StaticRendezvous, RequestRendezvous,
-    Buffer, MappedPool, Environment, *SPOKEN,
+    RecoveringReceiver, Retry, prefix.PrefixLease, PageAllocator, StoreRendezvous, StaticRendezvous, RequestRendezvous,
+    Buffer, MappedPool, Environment, Group, Holding, Plane, Shard, Site, HashPrefixIndex, PrefixCache, StoreMinimum,
+    *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
-FUNCTIONS = (attempt_id, room_id, namespace_of)
+FUNCTIONS = (attempt_id, attention_tp, namespace_of, register, register_transport, room_id, stages)
 
 
 def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
@@ -400,23 +413,23 @@ def _prefix_cache(bench: Bench) -> Ready:
     return PrefixCache, good
 
 
-covers("PrefixCache.claim", tokens="tokens", adapter="long octets")(
-    lambda bench: (_cache().claim, {"tokens": list(range(9)), "adapter": b""})
+covers("PrefixCache.lease", tokens="tokens", adapter="long octets")(
+    lambda bench: (_cache().lease, {"tokens": list(range(9)), "adapter": b""})
 )
 covers("PrefixCache.take", count="count")(lambda bench: (_cache().take, {"count": 2}))
 covers("PrefixCache.leave", ready="event needed", back="function")(
     lambda bench: (_cache().leave, {"ready": bench.prefill.open(bench.room()).withdraw(), "back": lambda: None})
 )
-covers("Claim.__init__", cache="thing", tokens="tokens", adapter="long octets")(
-    lambda bench: (prefix.Claim, {"cache": _cache(), "tokens": [1], "adapter": b""})
+covers("PrefixLease.__init__", cache="thing", tokens="tokens", adapter="long octets")(
+    lambda bench: (prefix.PrefixLease, {"cache": _cache(), "tokens": [1], "adapter": b""})
 )
-covers("Claim.begin", held="count or none")(lambda bench: (_cache().claim(range(9)).begin, {"held": None}))
+covers("PrefixLease.begin", held="count or none")(lambda bench: (_cache().lease(range(9)).begin, {"held": None}))
 
 
-def _begun() -> prefix.Claim:
-    claim = _cache().claim(list(range(9)))
-    claim.begin()
-    return claim
+def _begun() -> prefix.PrefixLease:
+    lease = _cache().lease(list(range(9)))
+    lease.begin()
+    return lease
 
 
 class _Ended:
@@ -425,15 +438,15 @@ class _Ended:
     phase, released, error = disagg_kv.Phase.DONE, True, None
 
 
-def _there() -> prefix.Claim:
-    claim = _begun()
-    claim.settle(_Ended())
-    return claim
+def _there() -> prefix.PrefixLease:
+    lease = _begun()
+    lease.settle(_Ended())
+    return lease
 
 
-covers("Claim.settle", handle="thing")(lambda bench: (_begun().settle, {"handle": _Ended()}))
-covers("Claim.grow", rows="count")(lambda bench: (_there().grow, {"rows": 12}))
-covers("Claim.end", tokens="tokens or none", ready="event")(
+covers("PrefixLease.settle", handle="thing")(lambda bench: (_begun().settle, {"handle": _Ended()}))
+covers("PrefixLease.grow", rows="count")(lambda bench: (_there().grow, {"rows": 12}))
+covers("PrefixLease.end", tokens="tokens or none", ready="event")(
     lambda bench: (_there().end, {"tokens": list(range(9)), "ready": None})
 )
 plain("HashPrefixIndex.__init__", HashPrefixIndex, {"page_rows": 4, "pages": 16, "namespace": b"", "digest": bytes},
@@ -519,12 +532,22 @@ covers("StoreRendezvous.withdraw", instance="text", rank="count")(
     lambda bench: (StoreRendezvous(Store()).withdraw, {"instance": "P", "rank": 0})
 )
 plain("StoreRendezvous.__init__", StoreRendezvous, {"store": Store(), "prefix": "p"}, store="thing", prefix="text")
+covers("ZmqChannel.__init__", bind="thing", advertise="name or none", keys="thing or none", linger_s="drain",
+       high_water="count", unencrypted_network="flag")(
+    lambda bench: (lambda **given: ZmqChannel(**given).close(),
+                   {"bind": "tcp://127.0.0.1:0", "advertise": None, "keys": None, "linger_s": 0.0, "high_water": 1,
+                    "unencrypted_network": False})
+)  # fmt: skip
+covers("UnixChannel.__init__", bind="thing", high_water="count")(
+    lambda bench: (lambda **given: UnixChannel(**given).close(),
+                   {"bind": f"unix://{tempfile.mkdtemp()}/channel", "high_water": 1})
+)  # fmt: skip
 plain("StoreMinimum.__init__", StoreMinimum, {"store": Store(), "instance": "D", "rank": 0, "world": 1, "prefix": "p"},
       store="thing", instance="name", rank="count", world="count", prefix="text")  # fmt: skip
 
 
 def _minimum() -> StoreMinimum:
-    return StoreMinimum(Store(), "D", disagg_kv.Rank(0), 1)
+    return StoreMinimum(Store(), "D", Rank(0), 1)
 
 
 covers("StoreMinimum.say", question="text", number="count")(
@@ -581,7 +604,7 @@ plain("Shard.check", shard(SPEC).check, {"spec": SPEC}, spec="thing")
 plain("shard", shard, {"spec": SPEC, "tp": 1, "rank": 0, "layers": None, "units": None}, spec="thing", tp="count",
       rank="count", layers="tokens or none", units="mapping or none")  # fmt: skip
 plain("stages", stages, {"spec": SPEC, "pp": 1}, spec="thing", pp="count")
-plain("attention_tp", disagg_kv.attention_tp, {"tp": 2, "dp": 1}, tp="count", dp="count")
+plain("attention_tp", attention_tp, {"tp": 2, "dp": 1}, tp="count", dp="count")
 plain("Buffer.__init__", Buffer, {"addr": 4096, "nbytes": 1, "device": "cpu", "owner": None}, addr="count",
       nbytes="count", device="text", owner="anything")  # fmt: skip
 

@@ -106,6 +106,7 @@ LEGAL: Mapping[str, frozenset[str]] = {
         "text": {"text", "no text", "long text"},
         "text by layer": {"text", "no text", "long text", "{}"},
         "name": {"text"},
+        "name or none": {"text", "None"},
         "name or long": {"text", "long text"},
         "any text": {"text", "no text", "long text", "surrogate"},
         "tables": NOTHING,

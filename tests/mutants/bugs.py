@@ -22,7 +22,7 @@ EARLY = "endpoints.prefill.early:"
 TABLES = "core.wire.page_runs:"
 SCATTER = "endpoints.decode.scatter:ScatterQueue."
 DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
-CLAIM = "prefix.cache:Claim."
+LEASE = "prefix.cache:PrefixLease."
 LOOP = "endpoints.loop.event_loop:EventLoop."
 INBOX = "endpoints.loop.receive_buffer:ReceiveBuffer."
 LINKS = "endpoints.peers.connections:Connections."
@@ -186,14 +186,14 @@ BUGS: Sequence[Mutant] = (
            "core.room.send_room:SendRoom.decided", "if self.error is not None or self.done:\n        return []",
            "self.error = None"),
     Mutant("what a failed room brought is kept as a prefix",
-           CLAIM + "settle", "if handle.phase is Phase.DONE:", "if True:"),
+           LEASE + "settle", "if handle.phase is Phase.DONE:", "if True:"),
     Mutant("rows are kept as a prefix before they have arrived",
-           CLAIM + "begin", "self._state = _State.AWAITED",
+           LEASE + "begin", "self._state = _State.AWAITED",
            "self._state = _State.AWAITED\n    self._insert(self._tokens)"),
     Mutant("a prefix that a room holds may be evicted",
            "prefix.index:HashPrefixIndex._is_free_leaf", "self._refs[page] == 0 and ", ""),
-    Mutant("a claim lets its prefix go when its transfer begins",
-           CLAIM + "begin", "self._mine = set(taken.tolist())",
+    Mutant("a lease lets its prefix go when its transfer begins",
+           LEASE + "begin", "self._mine = set(taken.tolist())",
            "self._mine = set(taken.tolist())\n    self._cache.index._drop(self._lock.ids)\n    self._lock.ids = []"),
     Mutant("ranks agree on the longest prefix",
            "rendezvous.minimum:StoreMinimum.agreed", "return min(", "return max("),
@@ -272,7 +272,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a page that brought what was known already is lost",
            "prefix.index:HashPrefixIndex.insert", "spare.append(page)", "pass"),
     Mutant("a rank keeps more than the ranks agreed on",
-           "prefix.cache:Claim.begin", "self._cache.index.shorten(self._lock, held)", "pass"),
+           "prefix.cache:PrefixLease.begin", "self._cache.index.shorten(self._lock, held)", "pass"),
     Mutant("an end that is confirmed counts as if it had been seen long ago",
            "endpoints.peers.process_monitor:ProcessMonitor.confirm", "self._clock())", "-1e9)"),
     Mutant("a life that another one has followed goes on as if it counted",

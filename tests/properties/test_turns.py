@@ -125,16 +125,16 @@ def overwrite(rig: Rig, ranks: list[Decode]) -> None:
 def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abort: int | None, greedy: bool) -> None:
     """Match, agree, expect, send; then either every byte of the prompt is right on every rank, or nothing was kept."""
     prompt, room = talk.tokens[: talk.rows], RoomId(f"room {number}".encode())
-    claims = [rank.cache.claim(prompt) for rank in ranks]
-    for rank, claim in zip(ranks, claims, strict=True):
-        rank.minimum.say(str(number), claim.rows)
+    leases = [rank.cache.lease(prompt) for rank in ranks]
+    for rank, lease in zip(ranks, leases, strict=True):
+        rank.minimum.say(str(number), lease.rows)
     agreed = [rank.minimum.agreed(str(number)) for rank in ranks]
     known = [len(rank.cache.index) for rank in ranks]
-    assert agreed == [min(claim.rows for claim in claims)] * 2
-    tables = [claim.begin(agreed[0]) for claim in claims]
+    assert agreed == [min(lease.rows for lease in leases)] * 2
+    tables = [lease.begin(agreed[0]) for lease in leases]
     receives = [m.endpoint.open(room, Source("P")) for m in rig.decodes]
-    for receive, claim, table in zip(receives, claims, tables, strict=True):
-        receive.expect(Expectation(talk.rows, [table], held={KV: claim.rows}))
+    for receive, lease, table in zip(receives, leases, tables, strict=True):
+        receive.expect(Expectation(talk.rows, [table], held={KV: lease.rows}))
     (prefill,) = rig.prefills
     send, pages = prefill.endpoint.open(room), prefill.take(talk.rows)
     for pool in (prefill.pool, prefill.want):
@@ -156,11 +156,11 @@ def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abo
     rig.until(lambda: send.released and all(r.released for r in receives), "the room")
     prefill.give(pages)
     assert len({receive.phase for receive in receives}) == 1
-    for number, (claim, receive) in enumerate(zip(claims, receives, strict=True)):
-        assert claim.settle(receive)
+    for number, (lease, receive) in enumerate(zip(leases, receives, strict=True)):
+        assert lease.settle(receive)
         if receive.phase is Phase.DONE:
-            assert claim.rows == talk.rows // PAGE * PAGE
-            assert right(rig, number, claim.table, talk)
-            claim.end()
+            assert lease.rows == talk.rows // PAGE * PAGE
+            assert right(rig, number, lease.table, talk)
+            lease.end()
         else:
             assert len(ranks[number].cache.index) <= known[number], "something entered the index after a failure"

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from attrs import define
 
-from disagg_kv import RoomId, Source
+from disagg_kv import Source
 from disagg_kv.endpoints import Attempt, Expectation, Recovering, RecoveringReceiver
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import QuarantineFullError
+from disagg_kv.ids import RoomId
 from disagg_kv.memory import U8
 from tests.support.processes import PLANES, POISON, Member, Setup, State
 

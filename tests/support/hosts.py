@@ -33,7 +33,6 @@ from disagg_kv import (
     PagedPool,
     PageTable,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
     transport,
@@ -42,7 +41,7 @@ from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.ids import Role
+from disagg_kv.ids import Role, RoomId
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from tests.support.answering import answer
@@ -313,8 +312,8 @@ class _Member:
         """The lane to each peer that is there, by its instance, and those that carried rooms of prefill."""
         end = self._sender or self._receiver
         assert end is not None
-        carried = {f"room {room.decode()}": handle.report.lane for room, handle in self._rooms.items()}
-        return {peer.instance: peer.lane for peer in end.peers() if peer.state != "lost"} | carried
+        carried = {f"room {room.decode()}": handle.report.transport for room, handle in self._rooms.items()}
+        return {peer.instance: peer.transport for peer in end.peers() if peer.state != "lost"} | carried
 
     def open_rooms(self) -> int:
         """Rooms that are not forgotten."""

@@ -46,8 +46,8 @@ def check_lanes(cluster: Cluster, near: str, far: str, device: str) -> None:
     """A peer of the host is reached over the near lane, and mapped for the second room; both sides name the lane."""
     prefill, decode = crosses(cluster, Knobs("auto", transport=f"{near}+{far}", device=device), Member)
     look = prefill.ask("look", ROOM)
-    assert (look.path, look.lane, look.lane_reason) == ("staged", near, "the first lane"), look
-    assert decode.ask("look", ROOM).lane == near
+    assert (look.path, look.transport, look.transport_reason) == ("staged", near, "the first transport"), look
+    assert decode.ask("look", ROOM).transport == near
     cut = look.segments
     assert cut > 2, "more than the chunks"
     cross(prefill, decode, ROOM, AGAIN)
@@ -61,6 +61,6 @@ def check_far_lane(cluster: Cluster, near: str, far: str, device: str) -> None:
     """A peer that the near lane refuses is reached over the far one, with the near one's reason."""
     prefill, decode = crosses(cluster, Knobs("auto", transport=f"{near}+{far}", device=device), Elsewhere)
     look = prefill.ask("look", ROOM)
-    assert (look.path in ("staged", "slice"), look.lane) == (True, far), look
-    assert look.lane_reason.startswith(f"not {near}: "), look
-    assert decode.ask("look", ROOM).lane == far
+    assert (look.path in ("staged", "slice"), look.transport) == (True, far), look
+    assert look.transport_reason.startswith(f"not {near}: "), look
+    assert decode.ask("look", ROOM).transport == far

@@ -15,11 +15,11 @@ from disagg_kv import (
     PageTable,
     Phase,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
 )
 from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.trace import Observer
 from disagg_kv.transports import InprocTransport

@@ -23,38 +23,18 @@ import torch
 from attrs import astuple, field, frozen
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
-from disagg_kv import (
-    CacheSpec,
-    DecodeEndpoint,
-    GroupId,
-    Options,
-    PagedPool,
-    PageTable,
-    PrefillEndpoint,
-    RoomId,
-    Source,
-    attempt_id,
-    shard,
-)
+from disagg_kv import CacheSpec, DecodeEndpoint, GroupId, Options, PagedPool, PageTable, PrefillEndpoint, Source, shard
 from disagg_kv.channels import UnixChannel, ZmqChannel
-from disagg_kv.endpoints import Expectation
+from disagg_kv.endpoints import Expectation, attempt_id
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.ids import Role, Ticket
+from disagg_kv.ids import Role, RoomId, Ticket
 from disagg_kv.kernels import CpuKernels, PageMove
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import U8, Event, Flag
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import (
-    PeerEvent,
-    Settled,
-    SupportsAllocate,
-    Transport,
-    WriteEnded,
-    between_processes,
-    decode,
-)
+from disagg_kv.transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded, between_processes, decode
 from tests.support.answering import answer
 
 KV = GroupId("kv")
@@ -131,8 +111,8 @@ class Look:
     message: str
     nbytes: int
     path: str
-    lane: str
-    lane_reason: str
+    transport: str
+    transport_reason: str
     segments: int
 
 
@@ -380,7 +360,7 @@ class Member:
         handle = self.rooms[room]
         released, phase, error = handle.released, handle.phase, handle.error
         report = handle.report
-        how = report.path, report.lane, report.lane_reason, report.segments
+        how = report.path, report.transport, report.transport_reason, report.segments
         return Look(phase.name, released, type(error).__name__, str(error), report.nbytes, *how)
 
     def aux(self) -> bytes:

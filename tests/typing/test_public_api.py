@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import assert_type
 
+import numpy as np
 import pytest
+import torch
 from attrs import define, field
 
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.core import Phase
-from disagg_kv.endpoints import DecodeEndpoint, Delivery, PrefillEndpoint, Receiver, Reception, Sender, SupportsFileno
+from disagg_kv.endpoints import (
+    DecodeEndpoint,
+    Delivery,
+    Expectation,
+    PrefillEndpoint,
+    Receiver,
+    Reception,
+    Sender,
+    Step,
+    SupportsFileno,
+)
 from disagg_kv.errors import ConfigurationError, DisaggKVError, TransportError
-from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard
+from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, shard
 from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, RoomId, Ticket, VirtualOffset
 from disagg_kv.memory import Buffer, Event, PagedPool
 from disagg_kv.planning import Writes
@@ -113,6 +125,42 @@ def test_geometry_speaks_in_ids_and_ranges() -> None:
     assert mine.units(LayerId(3), "v") == (range(4, 8),)
     table = PageTable(GroupId("kv"), [3, 1, 2])
     assert_type(table.first, int)
+
+
+def test_plain_numbers_and_text_are_layers_and_groups() -> None:
+    """What comes back has the library's types."""
+    k = Component("k", "float16", 2, 16)
+    spec = CacheSpec({0: [k], 1: (k,)})
+    assert spec == CacheSpec({LayerId(0): [k], LayerId(1): (k,)})
+    assert_type(spec.component(1, "k"), Component)
+    mine = shard(spec, layers=range(2))
+    assert mine.units(0, "k") == (range(2),)
+    assert Shard((Holding("k", [0, 1], range(2)),)) == mine
+    tables = [PageTable([3, 1]), PageTable("kv", [3, 1]), PageTable(GroupId("kv"), np.array([3, 1]))]
+    assert_type(tables[0].group, GroupId)
+    assert tables[0] == tables[1] == tables[2]
+    for held in (Expectation(8, tables, held={"kv": 4}).held, Expectation(8, tables, held={GroupId("kv"): 4}).held):
+        assert_type(held, Mapping[GroupId, int])
+        assert held[GroupId("kv")] == 4
+    plane = Plane(0, "k", "kv", 0, 0, 64, 32, 16)
+    assert_type(plane.layer, LayerId)
+    assert_type(Group("kv", 4, 8).id, GroupId)
+    tensors = {layer: {"k": torch.zeros(2, 4, 2, 8, dtype=torch.float16)} for layer in range(2)}
+    pool = PagedPool.from_tensors(spec, mine, tensors, group={0: "a", 1: "b"})
+    assert_type(pool.site.group("a"), Group)
+    assert [group.id for group in pool.site.groups] == ["a", "b"]
+    PagedPool.from_tensors(
+        spec,
+        mine,
+        {LayerId(0): tensors[0], LayerId(1): tensors[1]},
+        group={LayerId(0): GroupId("a"), LayerId(1): GroupId("b")},
+    )
+    assert [g.id for g in PagedPool.allocate(spec, mine, pages=2, page_size=4, group="mine").site.groups] == ["mine"]
+
+
+def _declared(step: Step) -> bool:
+    """Layers of a pass are plain numbers, too."""
+    return step.layer_ready(0) and step.layer_ready(LayerId(1))
 
 
 def test_a_ring_is_an_allocator_and_its_leases_may_be_none() -> None:

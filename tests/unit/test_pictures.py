@@ -69,4 +69,4 @@ def test_the_frames_and_calls_of_the_sequence_exist() -> None:
 def test_the_picture_of_a_prefix_has_the_numbers_of_the_example_beside_it() -> None:
     page = (ROOT / "docs/incremental.md").read_text()
     assert f"Expectation({ROWS}, " in page
-    assert f"held={{group: {HELD}}}" in page
+    assert f'held={{"kv": {HELD}}}' in page

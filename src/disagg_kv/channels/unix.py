@@ -19,6 +19,7 @@ from pathlib import Path
 
 from attrs import define, field
 
+from .. import arguments
 from ..errors import ConfigurationError
 from ..transports import Home, LinkCost
 from .base import (
@@ -110,10 +111,9 @@ class UnixChannel(Waits):
     """A socket in each direction; benchmarks/links.py measures both numbers."""
 
     def __init__(self, bind: str, *, high_water: int = 10_000) -> None:
-        if not bind.startswith(f"{SCHEME}/"):
+        if not arguments.text(bind, "bind").startswith(f"{SCHEME}/"):
             raise ConfigurationError(f"channel {bind!r}: not {SCHEME}/path")
-        if high_water < 1:
-            raise ConfigurationError(f"channel {bind!r}: high_water {high_water}: out of range")
+        high_water = arguments.count(high_water, f"channel {bind!r}: high_water", least=1)
         self._home = Home(f"the channel {bind!r}")
         self._address = bind
         self._high_water = high_water

@@ -70,6 +70,9 @@ BACKLOG = 1024
 BATCH = 64 << 20
 """Bytes that one ``poll`` receives before it does anything else."""
 
+MOST_INT = 2**31 - 1
+"""The largest number that an option of ZeroMQ takes."""
+
 _RECONNECT_MS = (50, 1000)
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED | _REFUSED
@@ -144,7 +147,10 @@ class ZmqChannel(Waits):
         high_water: int = 10_000,
         unencrypted_network: bool = False,
     ) -> None:
-        if keys is not None and unencrypted_network:
+        bind = arguments.text(bind, "bind")
+        if keys is not None:
+            arguments.one(keys, f"channel {bind!r}: keys", Keys)
+        if arguments.flag(unencrypted_network, f"channel {bind!r}: unencrypted_network") and keys is not None:
             raise ConfigurationError(f"channel {bind!r}: keys and unencrypted_network exclude each other")
         self._home = Home(f"the channel {bind!r}")
         self._keys = keys
@@ -155,10 +161,9 @@ class ZmqChannel(Waits):
         if advertise is not None:
             arguments.text(advertise, f"channel {bind!r}: advertise", least=1)
         self._advertise = advertise
-        if linger_s < 0 or high_water < 1:
-            raise ConfigurationError(f"channel {bind!r}: linger_s {linger_s}, high_water {high_water}: out of range")
-        self._linger_ms = ceil(linger_s * 1000)
-        self._high_water = high_water
+        linger_s = arguments.seconds(linger_s, f"channel {bind!r}: linger_s", zero=True)
+        self._linger_ms = min(ceil(linger_s * 1000), MOST_INT)
+        self._high_water = arguments.count(high_water, f"channel {bind!r}: high_water", least=1, most=MOST_INT)
         self._links: dict[str, _Link] = {}
         self._denied: dict[str, str] = {}
         self._file: Path | None = None

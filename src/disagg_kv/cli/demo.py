@@ -181,7 +181,7 @@ def moved(config: DemoConfig, report: Report) -> Table:
     """Bytes, writes and times of the transfers."""
     stages = "" if report.prefill_pp == report.decode_pp == 1 else f", PP {report.prefill_pp} -> {report.decode_pp}"
     split = f"TP {report.prefill_tp} -> {report.decode_tp}{stages}"
-    carrier = "+".join(report.lanes) or report.transport
+    carrier = "+".join(report.transports) or report.transport
     table = Table("what", "", title=f"{report.model}, {split}, {report.strategy}, {carrier}")
     per_token = f"{report.descriptors:,} (one per token and head slice: {report.descriptors_slice:,})"
     rows = {

@@ -121,7 +121,7 @@ def _lane(lanes: Sequence[PlannedLane], device: str, together: bool) -> tuple[Pl
         elif lane.maps and not together:
             whys.append(f"not {lane.name}: the ranks are on different hosts")
         else:
-            return lane, "; ".join(whys) or "the first lane"
+            return lane, "; ".join(whys) or "the first transport"
     return None, "; ".join(whys)
 
 

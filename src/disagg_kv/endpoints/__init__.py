@@ -2,21 +2,15 @@
 
 from .api import (
     Delivery,
-    EndpointStatus,
     Handle,
-    PeerInfo,
-    PeerState,
     Receiver,
     Reception,
-    Report,
-    RoomInfo,
     Sender,
     Step,
     SupportsFileno,
     SupportsStatus,
     SupportsUsage,
     SupportsWait,
-    Usage,
 )
 from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
@@ -26,6 +20,7 @@ from .peers.incarnation import Incarnation
 from .peers.peer_registry import format_peers
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id, room_id
+from .status import EndpointStatus, PeerInfo, PeerState, Report, RoomInfo, Usage
 
 __all__ = [
     "Attempt",

@@ -18,7 +18,7 @@ def page_multiple(site: Site) -> int:
     return math.lcm(*(group.rows_per_page for group in site.token_groups))
 
 
-def rows_by_group(where: str, held: Mapping[GroupId, int] | None) -> dict[GroupId, int]:
+def rows_by_group(where: str, held: Mapping[GroupId, int] | Mapping[str, int] | None) -> dict[GroupId, int]:
     """A plain copy of the rows that an engine holds, with plain numbers; None: nothing.
 
     Raises:

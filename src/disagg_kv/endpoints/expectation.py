@@ -42,7 +42,7 @@ def _state(given: Sequence[PageTable]) -> tuple[PageTable, ...]:
     return tuple(_copy(one) for one in arguments.several(given, "state", PageTable, GeometryError))
 
 
-def _held(given: Mapping[GroupId, int] | None) -> Mapping[GroupId, int]:
+def _held(given: Mapping[GroupId, int] | Mapping[str, int] | None) -> Mapping[GroupId, int]:
     return rows_by_group("expectation", given)
 
 

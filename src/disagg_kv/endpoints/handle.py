@@ -14,10 +14,15 @@ from ..core import Phase
 from ..errors import DisaggKVError, GeometryError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, RoomId, room_name
-from .api import Report
 from .latch import Latch
+from .status import Report
 
 H = TypeVar("H", bound="RoomHandle")
+
+
+def room_state(room: RoomId, phase: Phase, released: bool) -> str:
+    """A room at one moment, for a ``repr``."""
+    return f"{room_name(room)}: {phase.name}{', released' if released else ''}"
 
 
 class RoomHandle:
@@ -31,6 +36,9 @@ class RoomHandle:
         self.listed = False  # whether ``Changes`` has an entry for it
         self._error: DisaggKVError | None = None
         self._report = Report()
+
+    def __repr__(self) -> str:
+        return arguments.brief(self, lambda: room_state(self._room, self.phase, self.released))
 
     @property
     def room(self) -> RoomId:

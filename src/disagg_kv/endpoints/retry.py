@@ -23,9 +23,11 @@ from ..errors import AbortedError, ConfigurationError, DeadlineError, DisaggKVEr
 from ..ids import Epoch, GroupId, RoomId, room_name
 from ..rendezvous import Source
 from ..trace import Guarded, Observer, Silent
-from .api import PeerInfo, Receiver, Reception, Report
+from .api import Receiver, Reception
 from .expectation import Expectation
+from .handle import room_state
 from .loop.endpoint import Endpoint
+from .status import PeerInfo, Report
 
 REQUEST_BYTES = 48
 """Longest id of a request that may be retried; the ids of its attempts need the rest of 64 bytes."""
@@ -154,7 +156,7 @@ class _Current:
     asked: bool = False
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Recovering:
     """A request over all its attempts; a :class:`Reception`."""
 
@@ -168,6 +170,10 @@ class Recovering:
     _error: DisaggKVError | None = field(default=None, init=False)
     _aborted: bool = field(default=False, init=False)
     _seen: tuple[Phase, bool] = field(default=(Phase.CONNECTING, False), init=False)
+
+    def __repr__(self) -> str:
+        room = self._room
+        return arguments.brief(self, lambda: f"{room_state(room, self.phase, self.released)}, attempt {self.attempts}")
 
     @property
     def room(self) -> RoomId:
@@ -309,6 +315,9 @@ class RecoveringReceiver:
             arguments.methods(observer, "observer", "an observer", "span", "count")
         self._observer = Silent() if observer is None else Guarded(observer)
         self._rooms: dict[RoomId, Recovering] = {}
+
+    def __repr__(self) -> str:
+        return arguments.brief(self, lambda: f"over {self._inner!r}: {len(self._rooms)} requests")
 
     def open(
         self,

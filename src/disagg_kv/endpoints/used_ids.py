@@ -37,7 +37,7 @@ class UsedIds(Generic[H]):
             raise LocalProtocolError(f"{room_name(room)} is open already")
         if room in self._used:
             raise LocalProtocolError(
-                f"{room_name(room)} was used already; open a retry under an id of its own, see disagg_kv.attempt_id"
+                f"{room_name(room)} was used already; a retry has its own id, see disagg_kv.endpoints.attempt_id"
             )
 
     def add(self, room: RoomId, handle: H) -> None:

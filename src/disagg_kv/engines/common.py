@@ -24,15 +24,12 @@ from attrs import frozen
 from ..errors import UnsupportedError
 from ..geometry import CacheSpec, Component, Holding, Plane, Shard, even_units, item_bytes
 from ..geometry.spec import PLAIN
-from ..ids import GroupId, LayerId
+from ..ids import KV, LayerId
 from .model import model_digest
 
 OWN, COMMON = "own", "common"
 DESCRIPTIONS = (OWN, COMMON)
 """Of a cache: as the engine stores it, or in the terms of this module."""
-
-KV = GroupId("kv")
-"""The page-id space."""
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 """Models of which both engines were seen to store the same numbers, with K rotated by halves."""

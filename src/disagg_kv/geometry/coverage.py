@@ -83,7 +83,7 @@ class Coverage:
         self._bands[before:after] = _joined([*self._bands[before:low], *filled, *self._bands[high:after]])
 
     def contains(self, start: int, stop: int, first: int, last: int) -> bool:
-        """True if every cell of the rectangle is in; an empty rectangle always is. Also named ``covers``."""
+        """True if every cell of the rectangle is in; an empty rectangle always is."""
         if start >= stop or first >= last:
             return True
         low, high = self._between(first, last)
@@ -93,8 +93,6 @@ class Coverage:
                 return False
             position = band.last
         return position >= last
-
-    covers = contains
 
     def overlaps(self, start: int, stop: int, first: int, last: int) -> bool:
         """True if any cell of the rectangle is in; of an empty rectangle none is."""

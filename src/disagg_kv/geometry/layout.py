@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import NoneType
-from typing import Literal
+from typing import Literal, overload
 
 import attrs
 import numpy as np
@@ -14,12 +14,20 @@ from attrs import field, frozen
 
 from .. import arguments
 from ..errors import GeometryError
-from ..ids import GroupId, LayerId
+from ..ids import KV, GroupId, LayerId
 from .shard import Shard
 from .spec import CacheSpec, Extent
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+
+
+def _group(group: str) -> GroupId:
+    return GroupId(group)
+
+
+def _layer(layer: int) -> LayerId:
+    return LayerId(layer)
 
 
 @frozen
@@ -36,7 +44,7 @@ class Group:
             none.
     """
 
-    id: GroupId
+    id: GroupId = field(converter=_group)
     rows_per_page: int
     pages: int
     null_page: int | None = None
@@ -62,9 +70,9 @@ class Plane:
     ``offset + p * page_stride + s * row_stride + u * unit_stride + b``.
     """
 
-    layer: LayerId
+    layer: LayerId = field(converter=_layer)
     component: str
-    group: GroupId
+    group: GroupId = field(converter=_group)
     buffer: int
     offset: int
     page_stride: int
@@ -113,7 +121,7 @@ FEW = 32
 """Up to this number of pages, Python is faster than NumPy."""
 
 
-def _pages(pages: npt.ArrayLike) -> I32:
+def _pages(pages: object) -> I32:
     try:
         given = np.asarray(None if isinstance(pages, bytes | bytearray | memoryview) else pages)
     except Exception as exc:
@@ -128,26 +136,37 @@ def _pages(pages: npt.ArrayLike) -> I32:
     return given.astype(np.int32, copy=False)
 
 
-@frozen
+@frozen(init=False)
 class PageTable:
     """The pages of one room in one group: ``pages[0]`` begins at the room's row ``first``.
 
+    ``PageTable([3, 0, 2])`` are pages of the group ``"kv"``, which a pool has unless the engine names its groups;
+    ``PageTable("window", [3, 0, 2])`` are pages of another one.
+
     Args:
-        group: the page-id space.
+        group: the page-id space, by name.
         pages: page ids ``[n]``, int32.
         first: a row of the room, at a page's start.
     """
 
     group: GroupId
-    pages: I32 = field(converter=_pages, eq=attrs.cmp_using(eq=np.array_equal))
-    first: int = 0
+    pages: I32 = field(eq=attrs.cmp_using(eq=np.array_equal))
+    first: int
     _distinct_in: Group | None = field(default=None, init=False, eq=False, repr=False)
 
-    def __attrs_post_init__(self) -> None:
-        if type(self.group) is not str or not self.group.isascii():
-            arguments.text(self.group, "page table: group")
-        first = arguments.count(self.first, "page table: first", least=-arguments.MOST, error=GeometryError)
-        object.__setattr__(self, "first", first)
+    @overload
+    def __init__(self, pages: npt.ArrayLike, /, *, first: int = 0) -> None: ...
+
+    @overload
+    def __init__(self, group: str, pages: npt.ArrayLike, first: int = 0) -> None: ...
+
+    def __init__(self, group: str | npt.ArrayLike, pages: npt.ArrayLike | None = None, first: int = 0) -> None:
+        if pages is None and not isinstance(group, str):
+            group, pages = KV, group
+        if type(group) is not str or not group.isascii():
+            group = arguments.text(group, "page table: group")
+        first = arguments.count(first, "page table: first", least=-arguments.MOST, error=GeometryError)
+        self.__attrs_init__(GroupId(group), _pages(pages), first)
 
     def check(self, group: Group, start: int, stop: int, needed: int | None = None) -> None:
         """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``.
@@ -252,7 +271,7 @@ class Site:
         arguments.one(self.shard, "site: shard", Shard)
         arguments.flag(self.overlaid, "site: overlaid")
 
-    def group(self, group: GroupId) -> Group:
+    def group(self, group: str) -> Group:
         """The group of that name."""
         arguments.one(group, "group", str, GeometryError)
         for one in self.groups:

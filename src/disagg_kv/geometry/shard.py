@@ -17,7 +17,7 @@ from ..ids import LayerId
 from .spec import CacheSpec
 
 
-def _layers(layers: Iterable[LayerId]) -> frozenset[LayerId]:
+def _layers(layers: Iterable[int]) -> frozenset[LayerId]:
     return frozenset(map(LayerId, arguments.counts(layers, "layers", error=GeometryError)))
 
 
@@ -86,7 +86,7 @@ class Shard:
         """The layers of which this shard holds anything, ascending."""
         return tuple(sorted({layer for h in self.holdings for layer in h.layers}))
 
-    def units(self, layer: LayerId, component: str) -> tuple[range, ...]:
+    def units(self, layer: int, component: str) -> tuple[range, ...]:
         """The runs of units held of one component in one layer, in memory order."""
         layer = LayerId(arguments.count(layer, "layer", error=GeometryError))
         arguments.one(component, "component", str, GeometryError)
@@ -122,7 +122,7 @@ def shard(
     *,
     tp: int = 1,
     rank: int = 0,
-    layers: Iterable[LayerId] | None = None,
+    layers: Iterable[int] | None = None,
     units: Mapping[str, range] | None = None,
 ) -> Shard:
     """The part of the cache that one rank holds.

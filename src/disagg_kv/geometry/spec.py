@@ -165,7 +165,7 @@ class Component:
 
 
 def _freeze(
-    layers: Mapping[LayerId, Iterable[Component]],
+    layers: Mapping[LayerId, Iterable[Component]] | Mapping[int, Iterable[Component]],
 ) -> dict[LayerId, tuple[Component, ...]]:
     found: dict[LayerId, tuple[Component, ...]] = {}
     for given, components in arguments.mapping(layers, "layers").items():
@@ -299,7 +299,7 @@ class CacheSpec:
                     of.append(Component(name, "float32", c.units, 4, window=c.window))
         return CacheSpec(layers, self.model)
 
-    def component(self, layer: LayerId, name: str) -> Component:
+    def component(self, layer: int, name: str) -> Component:
         """The component of that name in that layer.
 
         Raises:

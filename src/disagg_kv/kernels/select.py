@@ -14,7 +14,7 @@ from attrs import evolve
 from .. import arguments
 from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CONVERSION_NAMES, CacheSpec, PageTable, shard
-from ..ids import GroupId
+from ..ids import KV
 from ..memory import U8, Buffer, Event, Flag, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from ..memory.flag import raise_flags
 from ..planning import PageCopy, StagedLayout
@@ -304,7 +304,7 @@ def _try(kernels: Kernels) -> None:
         np.array([0], row),
         32,
     )
-    move = Move(layout, {GroupId("kv"): PageTable(GroupId("kv"), [1])}, 0)
+    move = Move(layout, {KV: PageTable([1])}, 0)
     content = np.arange(source.buffers[0].nbytes, dtype=np.uint8)
     _write(source.buffers[0], content)
     mapped = Pages(MappedPool(peer.site, peer.buffers), move.tables)

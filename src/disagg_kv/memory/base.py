@@ -72,11 +72,21 @@ class PagedMemory(Protocol):
         ...
 
 
+def pool_text(pool: PagedMemory) -> str:
+    """What ``repr`` of a pool returns."""
+
+    def text() -> str:
+        groups = ", ".join(f"{g.id} {g.pages} pages of {g.rows_per_page} rows" for g in pool.site.groups)
+        return f"on {pool.buffers[0].device}: {groups}; {sum(b.nbytes for b in pool.buffers)} bytes"
+
+    return arguments.brief(pool, text)
+
+
 def _buffers(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
     return arguments.several(buffers, "mapped pool: buffers", Buffer, GeometryError)
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class MappedPool:
     """A peer's pool, whose buffers a transport has mapped here (``SupportsMapping``). Kernels copy into its pages.
 
@@ -93,6 +103,8 @@ class MappedPool:
 
     site: Site
     buffers: tuple[Buffer, ...] = field(converter=_buffers)
+
+    __repr__ = pool_text
 
     def __attrs_post_init__(self) -> None:
         arguments.one(self.site, "mapped pool: site", Site).check()

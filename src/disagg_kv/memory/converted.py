@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from attrs import field, frozen
 
 from ..geometry import CacheSpec, Site, read_as
-from .base import Buffer, MemoryPool
+from .base import Buffer, MemoryPool, pool_text
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class ConvertedPool:
     """A pool as another cache: kernels with ``conversions`` convert what they read of it, and never write to it.
 
@@ -25,6 +25,8 @@ class ConvertedPool:
     pool: MemoryPool
     spec: CacheSpec
     site: Site = field(init=False)
+
+    __repr__ = pool_text
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "site", read_as(self.pool.site, self.spec))

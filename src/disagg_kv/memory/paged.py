@@ -11,8 +11,8 @@ import numpy as np
 from .. import arguments
 from ..errors import CapacityError, ConfigurationError, DisaggKVError, GeometryError
 from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, item_bytes
-from ..ids import GroupId, LayerId
-from .base import Buffer
+from ..ids import KV, GroupId, LayerId
+from .base import Buffer, pool_text
 from .raw import U8, plane_view
 from .soundness import check_memory
 
@@ -55,6 +55,8 @@ class PagedPool:
         except (MemoryError, ValueError) as exc:
             raise CapacityError(f"no memory for {aux_slots} aux rows of {aux_bytes} bytes") from exc
 
+    __repr__ = pool_text
+
     @classmethod
     def allocate(
         cls,
@@ -66,8 +68,8 @@ class PagedPool:
         state_slots: int = 0,
         layout: Layout = "NHD",
         fused: bool = False,
-        group: GroupId = GroupId("kv"),  # noqa: B008
-        state_group: GroupId = GroupId("state"),  # noqa: B008
+        group: str = KV,
+        state_group: str = "state",
         aux_slots: int = 0,
         aux_bytes: int = 0,
         allocator: Callable[[int], Buffer] | None = None,
@@ -152,11 +154,11 @@ class PagedPool:
         cls,
         spec: CacheSpec,
         shard: Shard,
-        tensors: Mapping[LayerId, Mapping[str, torch.Tensor]],
+        tensors: Mapping[LayerId, Mapping[str, torch.Tensor]] | Mapping[int, Mapping[str, torch.Tensor]],
         *,
         layout: Layout = "NHD",
-        group: GroupId | Mapping[LayerId, GroupId] = GroupId("kv"),  # noqa: B008
-        state_group: GroupId | Mapping[LayerId, GroupId] = GroupId("state"),  # noqa: B008
+        group: str | Mapping[LayerId, str] | Mapping[int, str] = KV,
+        state_group: str | Mapping[LayerId, str] | Mapping[int, str] = "state",
         null_page: int | None = None,
         overlaid: bool = False,
         aux_slots: int = 0,
@@ -270,9 +272,7 @@ def _allocated(allocator: Callable[[int], Buffer], nbytes: int) -> Buffer:
     return arguments.one(found, "allocator: result", Buffer)
 
 
-def _tensors(
-    given: Mapping[LayerId, Mapping[str, torch.Tensor]],
-) -> Iterator[tuple[LayerId, str, torch.Tensor]]:
+def _tensors(given: object) -> Iterator[tuple[LayerId, str, torch.Tensor]]:
     """Layer, component name and tensor of each tensor of an engine."""
     import torch
 
@@ -283,7 +283,7 @@ def _tensors(
             yield layer, arguments.text(name, where), arguments.one(tensor, where, torch.Tensor, GeometryError)
 
 
-def _named_by_layer(what: str, given: GroupId | Mapping[LayerId, GroupId]) -> Callable[[LayerId], GroupId]:
+def _named_by_layer(what: str, given: object) -> Callable[[LayerId], GroupId]:
     """The group of each layer: one name for all, or a name per layer."""
     if isinstance(given, str):
         name = GroupId(arguments.text(given, what, most=256))

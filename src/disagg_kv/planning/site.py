@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Group, Plane, Shard, Site
-from ..ids import GroupId, LayerId
+from ..ids import KV, LayerId
 
 
 def plain_site(spec: CacheSpec, shard: Shard, rows: int, page_size: int, order: str = "NHD") -> Site:
@@ -22,8 +22,8 @@ def plain_site(spec: CacheSpec, shard: Shard, rows: int, page_size: int, order: 
     """
     if order not in ("NHD", "HND") or rows < 1 or page_size < 1:
         raise ConfigurationError(f"a pool of {rows} tokens in pages of {page_size}, order {order!r} (NHD or HND)")
-    tokens = Group(GroupId("kv"), page_size, -(-rows // page_size))
-    states = Group(GroupId("state"), max(1, spec.state_rows()), 1)
+    tokens = Group(KV, page_size, -(-rows // page_size))
+    states = Group("state", max(1, spec.state_rows()), 1)
     planes: list[Plane] = []
     sizes: list[int] = []
     held: dict[tuple[LayerId, str], int] = {}

@@ -36,7 +36,7 @@ class _State(Enum):
 
 
 class Ending(Protocol):
-    """The part of a room's handle that a claim reads."""
+    """The part of a room's handle that a lease reads."""
 
     @property
     def phase(self) -> Phase:
@@ -59,7 +59,7 @@ class PrefixCache:
 
     Args:
         index: the index of the pool's pages.
-        pages: the pages that neither the index nor a claim has.
+        pages: the pages that neither the index nor a lease has.
         site: the pool's site, with one group of pages of tokens. States are not part of a prefix: each room sends its
             own.
         extra: as for :func:`~disagg_kv.prefix.namespace_of`.
@@ -97,9 +97,9 @@ class PrefixCache:
         self.pages = pages
         self._leaving: deque[tuple[Event, Callable[[], None]]] = deque()
 
-    def claim(self, tokens: Tokens, adapter: bytes = b"") -> Claim:
-        """Begin a request: its longest known prefix stays in the pool until the claim has ended."""
-        return Claim(self, tokens, adapter)
+    def lease(self, tokens: Tokens, adapter: bytes = b"") -> PrefixLease:
+        """Begin a request: its longest known prefix stays in the pool until the lease has ended."""
+        return PrefixLease(self, tokens, adapter)
 
     def take(self, count: int) -> I32:
         """Take free pages; the index evicts if too few are free.
@@ -137,7 +137,7 @@ class PrefixCache:
         self._leaving.append((ready, back))
 
 
-class Claim:
+class PrefixLease:
     """One request's pages: ``begin``, ``expect`` with its result, ``settle`` until it returns True, then ``end``.
 
     Rows enter the index only after their room has succeeded. Rows of a failed room are awaited again, all of them, by
@@ -174,7 +174,7 @@ class Claim:
         Raises:
             LocalProtocolError: called twice.
             GeometryError: ``held`` is negative, or more than ``rows``.
-            CapacityError: not enough pages; the claim has ended.
+            CapacityError: not enough pages; the lease has ended.
         """
         self._check(_State.MATCHED)
         if held is not None:
@@ -194,9 +194,9 @@ class Claim:
         """Check the room; True once it has ended and no transfer touches its pages any more.
 
         After a success the rows are in the index, and the request keeps its pages until ``end``. Rows that another
-        claim brought meanwhile are there twice: the claim keeps its own pages, and locks those of the index, too. So
+        lease brought meanwhile are there twice: the lease keeps its own pages, and locks those of the index, too. So
         ``grow`` may lack pages that were free or evictable when the request was admitted. After a failure no row has
-        entered the index, all pages are free, and the claim has ended.
+        entered the index, all pages are free, and the lease has ended.
         """
         self._check(_State.AWAITED)
         arguments.attributes(handle, "handle", "a room's handle", "phase", "released", "error")
@@ -234,8 +234,8 @@ class Claim:
                 reused before it.
 
         Raises:
-            LocalProtocolError: the room is still open, or the claim has ended.
-            ConfigurationError: ``ready`` is no event, or raises; the claim has not ended.
+            LocalProtocolError: the room is still open, or the lease has ended.
+            ConfigurationError: ``ready`` is no event, or raises; the lease has not ended.
             GeometryError: ``tokens`` do not begin as the request did, or are more than its pages hold.
         """
         arguments.event(ready, "ready")
@@ -270,7 +270,7 @@ class Claim:
 
     def _check(self, state: _State) -> None:
         if self._state is not state:
-            raise LocalProtocolError(f"the claim is {self._state.value}, not {state.value}")
+            raise LocalProtocolError(f"the lease is {self._state.value}, not {state.value}")
 
 
 def _tokens(given: Tokens) -> npt.NDArray[np.integer]:

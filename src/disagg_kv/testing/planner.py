@@ -19,14 +19,13 @@ import pytest
 from attrs import evolve, field, frozen
 
 from ..geometry import CacheSpec, PageTable, Shard, shard
-from ..ids import GroupId, LayerId, Rank
+from ..ids import KV, GroupId, LayerId, Rank
 from ..kernels import CpuKernels, Move, PageMove, Pages
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
 from ..planning import Intake, Limits, PageCopy, PairPlan, RowRange, StagedLayout, Writes
 from ..strategies import Job, TransferPlanner, maps_pages
 from .skips import SaysSkips
 
-KV = GroupId("kv")
 POISON = 0xA5
 """What the target's memory is filled with before a transfer."""
 

@@ -33,7 +33,7 @@ from ..errors import (
     UnknownNameError,
 )
 from ..geometry import CacheSpec, PageTable, shard
-from ..ids import Epoch, GroupId, RoomId
+from ..ids import KV, Epoch, RoomId
 from ..memory import U8, PagedPool, bytes_of
 from ..rendezvous import Source, StaticRendezvous
 from ..transports import InprocTransport
@@ -41,7 +41,6 @@ from .pair import wait
 from .skips import SaysSkips
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
-KV = GroupId("kv")
 PAGE_SIZE, ROWS = 16, 40
 """A request has ``ROWS`` rows in three pages."""
 

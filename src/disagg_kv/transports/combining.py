@@ -32,16 +32,16 @@ def combined(lanes: Sequence[Transport], left_out: Mapping[str, str] | None = No
 
 
 def combine(lanes: Sequence[Transport]) -> Transport:
-    """Several transports as one, which gives each peer the first lane that reaches it; one alone stays as it is.
+    """Several transports as one, which gives each peer the first transport that reaches it; one alone stays as it is.
 
-    Lanes of one host come first, and a network's last: the first lane that connects counts. An endpoint does this with
-    a list of transports.
+    Those of one host come first, and a network's last: the first that connects counts. An endpoint does this with a
+    list of transports.
 
     Raises:
         ConfigurationError: no lane, a list in the list, something that is no transport, two lanes of one name, lanes of
             which one is a combination, or two that write only to memory of their own.
     """
-    return combined_or_alone(check_lanes(lanes, "lanes"))
+    return combined_or_alone(check_lanes(lanes, "transports"))
 
 
 def combined_or_alone(checked: Sequence[Transport]) -> Transport:
@@ -61,12 +61,12 @@ def check_lanes(lanes: Sequence[Transport], argument: str) -> tuple[Transport, .
         raise ConfigurationError(f"{argument}: 1 to {MOST_LANES} transports are needed, not {len(lanes)}")
     for at, lane in enumerate(lanes):
         if isinstance(lane, list | tuple | CombinedTransport):
-            raise ConfigurationError(f"{argument}: number {at} is itself a list of lanes; name them all in one list")
+            raise ConfigurationError(f"{argument}: number {at} is itself a list; name all transports in one list")
         check_transport(lane, f"{argument}: number {at}")
     names = [lane.name for lane in lanes]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigurationError(f"{argument}: more than one {', '.join(map(repr, twice))}: a lane's name is its own")
+        raise ConfigurationError(f"{argument}: more than one {', '.join(map(repr, twice))}: each has its own name")
     own = [lane.name for lane in lanes if lane.caps.own_memory_only]
     if len(own) > 1:
         raise ConfigurationError(f"{argument}: {' and '.join(own)} write only to memory of their own: take one of them")
@@ -80,7 +80,7 @@ def check_transport(transport: Transport, argument: str) -> None:
     arguments.attributes(transport, argument, "a transport", "name", "caps")
     name = arguments.text(transport.name, f"{argument}: name", least=1)
     if JOIN in name and not isinstance(transport, CombinedTransport):
-        raise ConfigurationError(f"{argument}: name {name!r} has a {JOIN!r}, which stands between names of lanes")
+        raise ConfigurationError(f"{argument}: name {name!r} has a {JOIN!r}, which stands between names of transports")
     arguments.one(transport.caps, f"{argument}: caps", Capabilities)
 
 
@@ -134,7 +134,7 @@ def for_peer(transport: Transport, name: str, descriptor: bytes) -> bytes:
     if found is None or not found.descriptor:
         raise IncompatiblePeerError("transport", transport.name, listed({n: o.refused for n, o in offers.items()}))
     if found.numbers:
-        raise TransportError(f"lane {transport.name!r} of the peer has other numbers for its regions: use lanes here")
+        raise TransportError(f"the peer's {transport.name!r} has other numbers for its regions: give a list here, too")
     return found.descriptor
 
 
@@ -152,7 +152,7 @@ def on_device(transport: Transport, device: str) -> Transport:
     if len(able) == len(transport.lanes):
         return transport
     if not able:
-        raise ConfigurationError(f"no lane moves memory on {device!r}: {listed({**whys, **transport.left_out})}")
+        raise ConfigurationError(f"no transport moves memory on {device!r}: {listed({**whys, **transport.left_out})}")
     others = [lane for lane in transport.lanes if lane not in able]
     for lane in others:
         lane.close(0.0)

@@ -62,10 +62,10 @@ def read(descriptor: bytes) -> tuple[Descriptor, dict[str, Offer]]:
     offers = unpack(found.blob, _OFFERS)
     named = {offer.name: offer for offer in offers}
     if len(named) != len(offers) or len(offers) > 2 * MOST_LANES:
-        raise RemoteProtocolError(f"{len(offers)} lanes in a descriptor, and {len(named)} names of lanes")
+        raise RemoteProtocolError(f"{len(offers)} transports in a descriptor, and {len(named)} names of transports")
     return found, named
 
 
 def listed(lanes: Mapping[str, str]) -> str:
     """Lanes, each with what is to be said about it, for messages."""
-    return ", ".join(f"{name} ({why})" if why else name for name, why in lanes.items()) or "no lane"
+    return ", ".join(f"{name} ({why})" if why else name for name, why in lanes.items()) or "no transport"

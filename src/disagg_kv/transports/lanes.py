@@ -97,7 +97,7 @@ class _Carrier:
             RegistrationError: the lane does not have it.
         """
         if region not in self.ids:
-            raise RegistrationError(f"local region {region} is not registered with lane {self.name!r}")
+            raise RegistrationError(f"local region {region} is not registered with transport {self.name!r}")
         return self.ids[region]
 
     def register(self, ids: Sequence[RegionId], buffers: Sequence[Buffer]) -> None:
@@ -145,7 +145,7 @@ class _Remote:
 
 
 class CombinedTransport:
-    """Registers with all lanes, and writes to each peer over the first lane that reaches it.
+    """Registers with all lanes, and writes to each peer over the first transport that reaches it.
 
     :func:`~disagg_kv.transports.combine` makes it. It owns the lanes. Its ``caps`` promise what holds for every peer;
     :meth:`lane` has those of one peer.
@@ -218,7 +218,7 @@ class CombinedTransport:
                     refused.append((carrier, text_of(_named(error))))
             if not done:
                 whys = {one.name: why for one, why in refused}
-                raise RegistrationError(f"no lane can register this memory: {listed({**whys, **self.excluded})}")
+                raise RegistrationError(f"no transport can register this memory: {listed({**whys, **self.excluded})}")
         except BaseException:
             for carrier in done:
                 carrier.transport.deregister([carrier.ids.pop(region) for region in ids])
@@ -277,7 +277,7 @@ class CombinedTransport:
         peer, until = remote.incarnation, self._clock() + timeout_s
         known = self._peers.get(peer)
         if known is not None and known.carrier.failed:
-            raise PeerLostError(f"{self.name}: lane {known.carrier.name!r} of peer {peer.hex()}: {known.carrier.out}")
+            raise PeerLostError(f"{self.name}: {known.carrier.name!r} of peer {peer.hex()}: {known.carrier.out}")
         if known is not None and known.serial >= remote.serial >= 0:
             return peer
         refusals: dict[str, DisaggKVError] = {}
@@ -331,7 +331,7 @@ class CombinedTransport:
             for carrier, its in mine:
                 owner = self._owners.get((carrier.name, its), peer)
                 if owner != peer:
-                    raise RemoteProtocolError(f"lane {carrier.name!r} of peer {peer.hex()} is that of {owner.hex()}")
+                    raise RemoteProtocolError(f"{carrier.name!r} of peer {peer.hex()} is that of {owner.hex()}")
             self._owners |= {(carrier.name, its): peer for carrier, its in mine}
         return mine
 
@@ -344,8 +344,8 @@ class CombinedTransport:
         caps, whys = [one.transport.caps for one in mine], dict(self.excluded)
         whys |= {name: text_of(error) for name, error in refusals.items()}
         before = [one.name for one in self._carriers[: self._carriers.index(carrier)]]
-        reason = "; ".join(f"not {name}: {whys.get(name, 'the peer does not offer it')}" for name in before)
-        return Lane(carrier.name, evolve(carrier.transport.caps, drain_s=_longest(caps)), reason or "the first lane")
+        why = "; ".join(f"not {name}: {whys.get(name, 'the peer does not offer it')}" for name in before)
+        return Lane(carrier.name, evolve(carrier.transport.caps, drain_s=_longest(caps)), why or "the first transport")
 
     def _unreached(
         self, peer: Peer, offers: Mapping[str, Offer], refusals: Mapping[str, DisaggKVError]
@@ -354,11 +354,11 @@ class CombinedTransport:
         ours = {**{one.name: "" for one in self._carriers}, **self.excluded}
         theirs = {name: offer.refused for name, offer in offers.items()}
         if not refusals:
-            return IncompatiblePeerError("lanes", listed(ours), listed(theirs))
+            return IncompatiblePeerError("transports", listed(ours), listed(theirs))
         kinds = {type(error) for error in refusals.values()}
         whys = {name: text_of(error) for name, error in refusals.items()}
         unshared = {name: why or "the peer does not offer it" for name, why in ours.items() if name not in whys}
-        message = f"no lane reaches peer {peer.hex()}: {listed({**whys, **unshared})}; it has {listed(theirs)}"
+        message = f"no transport reaches peer {peer.hex()}: {listed({**whys, **unshared})}; it has {listed(theirs)}"
         for kind in (PeerLostError, RemoteProtocolError):
             if kinds == {kind}:
                 return kind(message)
@@ -381,7 +381,7 @@ class CombinedTransport:
             raise TransportError(f"{self.name}: no peer {peer.hex()}")
         carrier = remote.carrier
         if carrier.failed:
-            raise TransportError(f"{self.name}: lane {carrier.name!r}: {carrier.out}")
+            raise TransportError(f"{self.name}: transport {carrier.name!r}: {carrier.out}")
         local, there = writes.local, writes.remote
         if not carrier.same:
             local = np.array([carrier.its(RegionId(region)) for region in local.tolist()], np.int32)
@@ -431,7 +431,7 @@ class CombinedTransport:
 
     def _fail(self, carrier: _Carrier, error: Exception) -> list[WriteEnded | Settled | PeerEvent]:
         carrier.failed, carrier.out = True, f"it has failed: {text_of(error)}"
-        why = f"{self.name}: lane {carrier.name!r}: {carrier.out}"
+        why = f"{self.name}: transport {carrier.name!r}: {carrier.out}"
         lost = [peer for peer, remote in self._peers.all.items() if remote.carrier is carrier]
         ended = [WriteEnded(ticket, TransportError(why), quiesced=False) for ticket in sorted(carrier.open)]
         carrier.open.clear()
@@ -469,7 +469,7 @@ class CombinedTransport:
             return f"{self.name}: no peer {peer.hex()}"
         lane = remote.carrier.transport
         if not isinstance(lane, SupportsMapping):
-            return f"lane {lane.name!r} does not map memory of peers ({remote.lane.reason})"
+            return f"transport {lane.name!r} does not map memory of peers ({remote.lane.reason})"
         return remote, lane
 
 
@@ -537,7 +537,7 @@ class RingingTransport(MappingTransport):
             raise TransportError(f"{self.name}: no peer {peer.hex()}")
         lane = remote.carrier.transport
         if lane.name != there.lane or not isinstance(lane, SupportsFlags):
-            raise TransportError(f"the peer's flags are of lane {there.lane!r}, and its lane is {lane.name!r}")
+            raise TransportError(f"the peer's flags are of {there.lane!r}, and its transport is {lane.name!r}")
         return lane.open_flags(remote.peer, there.place)
 
 

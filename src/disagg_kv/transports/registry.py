@@ -127,7 +127,7 @@ def _several(name: str, lanes: Sequence[str], options: Mapping[str, Mapping[str,
         raise ConfigurationError(f"transport {name!r}: none of them starts here: {listed(left_out)}")
     for lane, why in left_out.items():
         log.warning("transport %r goes without %r: %s", name, lane, why)
-    return combined(check_lanes(made, "lanes"), left_out)
+    return combined(check_lanes(made, "transports"), left_out)
 
 
 def _started(
@@ -174,7 +174,7 @@ def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: boo
         for one in made:
             one.close(0.0)
         raise
-    result = combined(check_lanes(made, "lanes"), left_out)
+    result = combined(check_lanes(made, "transports"), left_out)
     log.info("transport 'auto' for memory on %r: %s", device, said_name(result))
     return result
 

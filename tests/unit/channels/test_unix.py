@@ -330,7 +330,7 @@ class TestAddresses:
 
     @pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/\ud800"])
     def test_a_path_that_cannot_be_is_no_address(self, channel: UnixChannel, path: str) -> None:
-        with pytest.raises(ConfigurationError, match="cannot be bound"):
+        with pytest.raises(ConfigurationError, match=r"cannot be (bound|encoded)"):
             UnixChannel(f"unix://{path}")
         assert not channel.send(f"unix://{path}", b"lost")
 
@@ -376,7 +376,7 @@ class TestAddresses:
             UnixChannel(channel.address)
 
     def test_options_out_of_range_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="high_water 0"):
+        with pytest.raises(ConfigurationError, match="high_water must be at least 1, not 0"):
             UnixChannel(f"unix://{tmp_path}/x", high_water=0)
 
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 SMALL = ["--requests", "2", "--max-new-tokens", "6", "--layers", "2", "--prefill-tp", "1"]
 FIELDS = {
     "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",
-    "descriptors", "descriptors_slice", "strategy", "paths", "lanes", "transport", "prefill_tp", "decode_tp", "inject",
-    "model", "prefill_pp", "decode_pp", "phases", "gb_per_s", "ranks", "turns", "device",
+    "descriptors", "descriptors_slice", "strategy", "paths", "transports", "transport", "prefill_tp", "decode_tp",
+    "inject", "model", "prefill_pp", "decode_pp", "phases", "gb_per_s", "ranks", "turns", "device",
     "dtype", "decode_dtype", "kv_bytes_unconverted",
 }  # fmt: skip
 
@@ -34,7 +34,12 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
     assert found["tokens_equal"] is True
     assert found["wrong_bytes"] == found["stray_bytes"] == 0
     assert found["paths"] == ["direct"]
-    assert (found["strategy"], found["transport"], found["lanes"], found["requests"]) == ("direct", "auto", ["shm"], 2)
+    assert (found["strategy"], found["transport"], found["transports"], found["requests"]) == (
+        "direct",
+        "auto",
+        ["shm"],
+        2,
+    )
     assert (found["prefill_tp"], found["decode_tp"], found["inject"]) == (1, 1, None)
     assert (found["model"], found["prefill_pp"], found["decode_pp"]) == ("llama", 1, 1)
     assert 0 < found["descriptors"] < found["descriptors_slice"]
@@ -186,7 +191,7 @@ def made(**changes: Any) -> Report:
     values: dict[str, Any] = {
         "tokens_equal": True, "wrong_bytes": 0, "stray_bytes": 0, "requests": 1, "prompt_tokens": 9, "new_tokens": 1,
         "kv_bytes": 9, "descriptors": 1, "descriptors_slice": 9, "strategy": "staged", "paths": ("staged",),
-        "lanes": ("shm",), "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {},
+        "transports": ("shm",), "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {},
         "gb_per_s": 0.0, "ranks": (), "dtype": "float32", "decode_dtype": "float32", "kv_bytes_unconverted": 9,
         "model": "llama", "device": "cpu", "prefill_pp": 1, "decode_pp": 1,
         "turns": (),

@@ -197,7 +197,7 @@ def test_each_pair_of_ranks_takes_the_first_transport_that_reaches_it(cli: Cli) 
     found = cli.plan(f"{BIG} --prefill-tp 1 --decode-tp 2 --transport cuda_ipc+nixl --decode-hosts a,b")
     near, far = pairs(found)
     assert (near["prefill_rank"], near["decode_rank"], far["decode_rank"]) == (0, 0, 1)
-    assert (near["transport"], near["transport_reason"], near["path"]) == ("cuda_ipc", "the first lane", "mapped")
+    assert (near["transport"], near["transport_reason"], near["path"]) == ("cuda_ipc", "the first transport", "mapped")
     assert (far["transport"], far["path"]) == ("nixl", "staged")
     assert far["transport_reason"] == "not cuda_ipc: the ranks are on different hosts"
     assert "transport 'nixl' does not map memory of peers" in far["path_reason"]

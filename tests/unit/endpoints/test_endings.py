@@ -204,7 +204,7 @@ def test_a_room_id_is_used_once(aborted: bool) -> None:
         request.released()
     else:
         request.expect().send(8).finish().landed()
-    refused("used already; open a retry under an id of its own, see disagg_kv.attempt_id")
+    refused("used already; a retry has its own id, see disagg_kv.endpoints.attempt_id")
     for name in (b"", b"x" * 65):
         with pytest.raises(ConfigurationError, match="room id"):
             prefills[0].endpoint.open(RoomId(name))

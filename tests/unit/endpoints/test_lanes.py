@@ -66,15 +66,15 @@ def test_each_peer_of_an_endpoint_gets_its_lane_and_the_paths_of_it() -> None:
         one = rig.request(f"one {number}", near, decodes, 9).start(9).landed()
         two = rig.request(f"two {number}", far, decodes, 9, "Q").start(9).landed()
     reports = [request.sends[0].report for request in (one, two)]
-    assert [(report.lane, report.path) for report in reports] == [("shm", "mapped"), ("far", "staged")]
-    assert [report.lane_reason for report in reports] == ["the first lane", "the only transport"]
-    assert [request.receives[0].report.lane for request in (one, two)] == ["shm", "far"]
+    assert [(report.transport, report.path) for report in reports] == [("shm", "mapped"), ("far", "staged")]
+    assert [report.transport_reason for report in reports] == ["the first transport", "the only transport"]
+    assert [request.receives[0].report.transport for request in (one, two)] == ["shm", "far"]
     assert "mapped cannot: prefill rank 0: transport 'far' does not map" in two.receives[0].report.reason
     (at_near,), (at_far,) = near[0].endpoint.peers(), far[0].endpoint.peers()
-    assert (at_near.lane, at_near.lane_reason) == ("shm", "the first lane")
-    assert (at_far.lane, at_far.lane_reason) == ("far", "the only transport")
-    here = {peer.instance: (peer.lane, peer.lane_reason) for peer in decodes[0].endpoint.peers()}
-    assert here == {"P": ("shm", "the first lane"), "Q": ("far", "not shm: the peer does not offer it")}
+    assert (at_near.transport, at_near.transport_reason) == ("shm", "the first transport")
+    assert (at_far.transport, at_far.transport_reason) == ("far", "the only transport")
+    here = {peer.instance: (peer.transport, peer.transport_reason) for peer in decodes[0].endpoint.peers()}
+    assert here == {"P": ("shm", "the first transport"), "Q": ("far", "not shm: the peer does not offer it")}
     rig.quiet()
 
 
@@ -106,10 +106,10 @@ def test_decode_reports_the_lanes_of_the_ranks_that_send_it_rows(tp: int, expect
     prefills = rig.prefill(shards, only=[0], memory=lanes(ShmTransport, Far))
     prefills += rig.prefill(shards, only=[1], memory=lanes(Far))
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9)
-    assert [receive.report.lane for receive in request.receives] == [""] * tp
+    assert [receive.report.transport for receive in request.receives] == [""] * tp
     request.open_prefill().send(9).finish().landed()
-    assert [receive.report.lane for receive in request.receives] == expected
-    assert [send.report.lane for send in request.sends] == ["shm", "far"]
+    assert [receive.report.transport for receive in request.receives] == expected
+    assert [send.report.transport for send in request.sends] == ["shm", "far"]
     rig.quiet()
 
 
@@ -123,7 +123,7 @@ def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> Non
     for gather in kernels.queued:
         gather.run()
     request.landed()
-    assert sorted(peer.lane for peer in prefills[0].endpoint.peers()) == ["inproc", "waits"]
+    assert sorted(peer.transport for peer in prefills[0].endpoint.peers()) == ["inproc", "waits"]
     rig.quiet()
 
 
@@ -207,7 +207,10 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
             environment=Environment(clock=rig.clock, thread=False, engine=False),
         )
 
-    for bad, why in (([], "transport: 1 to 8"), ([Gpu(), Other()], r"no lane moves memory on 'cpu': gpu \(it moves")):
+    for bad, why in (
+        ([], "transport: 1 to 8"),
+        ([Gpu(), Other()], r"no transport moves memory on 'cpu': gpu \(it moves"),
+    ):
         with pytest.raises(ConfigurationError, match=why):
             make(bad)
     made = make([Gpu(), InprocTransport(), emulate(ShmTransport(), 1e9)])

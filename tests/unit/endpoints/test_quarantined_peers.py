@@ -222,8 +222,8 @@ def test_the_report_has_a_line_for_each_peer() -> None:
     rig.request("next", rig.prefills[1:], request.decodes, 12, "Q").start(12).released()
     peer = next(p for p in end.peers() if p.instance == "P")
     head, first, second = format_peers(end.peers()).splitlines()
-    assert head.split() == ["peer", "state", "lane", "silent", "s", "ring", "B", "pages", "B", "slots", "B", "rooms",
-                            "address", "host", "pid", "epoch"]  # fmt: skip
+    assert head.split() == ["peer", "state", "transport", "silent", "s", "ring", "B", "pages", "B", "slots", "B",
+                            "rooms", "address", "host", "pid", "epoch"]  # fmt: skip
     of_q, of_p = sorted((first, second), key=lambda line: line.startswith("P/0"))
     assert of_q.startswith("Q/0")
     for text in (

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv import attempt_id, room_id
+from disagg_kv import room_id
+from disagg_kv.endpoints import attempt_id
 from disagg_kv.endpoints.retry import REQUEST_BYTES
 from disagg_kv.errors import ConfigurationError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec

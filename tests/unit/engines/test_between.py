@@ -15,7 +15,7 @@ import torch
 
 from disagg_kv import DecodeEndpoint, Expectation, PageTable, Phase, PrefillEndpoint, Source, room_id, transport
 from disagg_kv.channels import Hub, InprocChannel
-from disagg_kv.engines.common import KV, CommonCache, common_cache
+from disagg_kv.engines.common import CommonCache, common_cache
 from disagg_kv.engines.model import prompt_tag
 from disagg_kv.engines.sglang import cache as sglang
 from disagg_kv.engines.sglang.bootstrap import _Place
@@ -25,7 +25,7 @@ from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.work import Chunk, Load, StepWork
 from disagg_kv.engines.vllm.worker import WorkerSide
 from disagg_kv.errors import DisaggKVError, IncompatiblePeerError
-from disagg_kv.ids import LayerId
+from disagg_kv.ids import KV, LayerId
 from disagg_kv.memory import PagedPool
 from disagg_kv.rendezvous import RequestRendezvous, StaticRendezvous
 from tests.support.processes import wait

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from disagg_kv.errors import GeometryError
+from disagg_kv.errors import ConfigurationError, GeometryError
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Site, shard
 from disagg_kv.ids import GroupId, LayerId
+from disagg_kv.memory import PagedPool
 
 KV = GroupId("kv")
 GROUP = Group(KV, 4, 10, null_page=0)
@@ -28,6 +29,21 @@ def test_a_table_keeps_the_callers_page_ids_without_a_copy() -> None:
     """A plan holds views of page ids."""
     pages = np.array([3, 1], np.int32)
     assert PageTable(KV, pages).pages is pages
+
+
+def test_a_table_without_a_group_is_of_the_group_of_pools_that_name_none() -> None:
+    """From any kind of list, and with a first row."""
+    assert PageTable([3, 0, 2]) == PageTable("kv", [3, 0, 2], 0)
+    assert PageTable(np.array([3, 0, 2]), first=8) == PageTable("kv", [3, 0, 2], 8)
+    assert PageTable(range(2)) == PageTable(group="kv", pages=[0, 1])
+    pool = PagedPool.allocate(SPEC, shard(SPEC), pages=2, page_size=4)
+    PageTable([1, 0]).check(pool.site.group("kv"), 0, 8)
+
+
+@pytest.mark.parametrize("given", [("kv",), ([1], [2]), (3,), (None,), ([1], "kv")])
+def test_a_table_of_something_else_is_refused(given: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"page ids must be|page table: group: text is needed"):
+        PageTable(*given)
 
 
 @pytest.mark.parametrize(

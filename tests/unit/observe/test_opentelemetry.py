@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from disagg_kv import RoomId, Source
+from disagg_kv import Source
 from disagg_kv.errors import ConfigurationError, LocalProtocolError
+from disagg_kv.ids import RoomId
 from disagg_kv.trace import Several, Span
 from tests.support.needs import needs_opentelemetry
 from tests.support.observed import NBYTES, endpoints, move, until
@@ -80,7 +81,7 @@ def test_both_sides_of_a_request_are_in_its_trace(exporter: InMemorySpanExporter
         assert room.status.status_code is trace.StatusCode.UNSET
         assert dict(room.attributes) == {
             "disagg_kv.room": "room", "disagg_kv.instance": instance, "disagg_kv.rank": rank,
-            "disagg_kv.outcome": "done", "disagg_kv.path": "staged", "disagg_kv.lane": "inproc",
+            "disagg_kv.outcome": "done", "disagg_kv.path": "staged", "disagg_kv.transport": "inproc",
             "disagg_kv.bytes": NBYTES,
             "disagg_kv.segments": room.attributes["disagg_kv.segments"],
         }  # fmt: skip

@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 
-from disagg_kv import (
-    Expectation,
-    Phase,
-    RoomId,
-    Source,
-)
+from disagg_kv import Expectation, Phase, Source
 from disagg_kv.endpoints import PeerInfo, RecoveringReceiver, Retry, Usage, attempt_id
 from disagg_kv.errors import ConfigurationError
+from disagg_kv.ids import RoomId
 from disagg_kv.trace import Silent, Span
 from tests.support.needs import needs_prometheus
 from tests.support.observed import NBYTES, TABLE, TOKENS, endpoints, move, until

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import pytest
 
-from disagg_kv import Expectation, Phase, RoomId, Source
+from disagg_kv import Expectation, Phase, Source
 from disagg_kv.cli.main import run
 from disagg_kv.endpoints import EndpointStatus, SupportsStatus, Usage
 from disagg_kv.errors import ConfigurationError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from disagg_kv.ids import RoomId
 from disagg_kv.observe import status_socket
 from disagg_kv.observe.status import LONGEST, SUFFIX, check_folder, default_folder, read_status, sockets
 from disagg_kv.observe.status_socket import CLIENTS, StatusSocket

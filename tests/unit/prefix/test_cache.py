@@ -1,4 +1,4 @@
-"""Claims: what one request holds, awaits and leaves behind."""
+"""Leases: what one request holds, awaits and leaves behind."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Counts:
 def test_a_success_leaves_whole_pages_to_the_next_request() -> None:
     """The second request holds what the first one got, and awaits the rest."""
     of = cache()
-    first = of.claim(TOKENS)
+    first = of.lease(TOKENS)
     table = first.begin()
     assert (first.rows, table.first, len(table.pages)) == (0, 0, 3)
     assert first.settle(ended(Phase.DONE))
     assert first.rows == 8
     first.end()
     assert Counts(of)() == (6, 2)
-    second = of.claim([*TOKENS, 10, 11, 12])
+    second = of.lease([*TOKENS, 10, 11, 12])
     rest = second.begin()
     assert (second.rows, rest.first, len(rest.pages)) == (8, 8, 2)
     assert second.table.pages.tolist() == [*table.pages[:2].tolist(), *rest.pages.tolist()]
@@ -62,38 +62,38 @@ def test_a_success_leaves_whole_pages_to_the_next_request() -> None:
 def test_a_failure_leaves_nothing() -> None:
     """No half-filled page enters the index, every page is back, and the prefix is free to go."""
     of = cache()
-    claim = of.claim(TOKENS)
-    claim.begin()
+    lease = of.lease(TOKENS)
+    lease.begin()
     waiting = RoomHandle(RoomId(b"r"))
-    assert not claim.settle(waiting)
+    assert not lease.settle(waiting)
     waiting.publish(Phase.FAILED, False, AbortedError("no"), 1.0)
-    assert not claim.settle(waiting), "a peer may still write to the pages"
-    assert claim.settle(ended(Phase.FAILED))
+    assert not lease.settle(waiting), "a peer may still write to the pages"
+    assert lease.settle(ended(Phase.FAILED))
     assert Counts(of)() == (8, 0)
     with pytest.raises(LocalProtocolError, match="ended"):
-        claim.end()
-    assert of.claim(TOKENS).rows == 0
+        lease.end()
+    assert of.lease(TOKENS).rows == 0
 
 
 def test_generated_rows_are_kept_too() -> None:
     """The next turn of a conversation begins with what decode itself computed."""
     of = cache()
-    claim = of.claim(TOKENS)
-    claim.begin()
-    claim.settle(ended(Phase.DONE))
-    assert len(claim.grow(17).pages) == 5
-    assert len(claim.grow(12).pages) == 5
+    lease = of.lease(TOKENS)
+    lease.begin()
+    lease.settle(ended(Phase.DONE))
+    assert len(lease.grow(17).pages) == 5
+    assert len(lease.grow(12).pages) == 5
     with pytest.raises(GeometryError, match="24 tokens, but 5 pages"):
-        claim.end(list(range(24)))
-    claim.end(list(range(17)))
+        lease.end(list(range(24)))
+    lease.end(list(range(17)))
     assert Counts(of)() == (4, 4)
-    assert of.claim(list(range(20))).rows == 16
+    assert of.lease(list(range(20))).rows == 16
 
 
 def test_pages_that_the_engine_still_writes_go_to_nobody() -> None:
     """A request that ended with an event gives its pages back, and lets them be evicted, once that happened."""
     of = cache()
-    first = of.claim(TOKENS)
+    first = of.lease(TOKENS)
     first.begin()
     assert first.settle(ended(Phase.DONE))
     first.grow(29)
@@ -101,9 +101,9 @@ def test_pages_that_the_engine_still_writes_go_to_nobody() -> None:
     first.end([*range(17)], written)
     assert Counts(of)() == (0, 4)
     with pytest.raises(CapacityError):
-        of.claim([100] * 10).begin()
+        of.lease([100] * 10).begin()
     written.fired = True
-    second = of.claim([100] * 30)
+    second = of.lease([100] * 30)
     assert len(second.begin().pages) == 8
     with pytest.raises(LocalProtocolError):
         first.end()
@@ -112,24 +112,24 @@ def test_pages_that_the_engine_still_writes_go_to_nobody() -> None:
 def test_two_requests_with_one_prompt_keep_one_copy() -> None:
     """Of pages that come twice, the later ones go back when their request ends."""
     of = cache()
-    a, b = of.claim(TOKENS), of.claim(TOKENS)
-    for claim in (a, b):
-        claim.begin()
-        claim.settle(ended(Phase.DONE))
+    a, b = of.lease(TOKENS), of.lease(TOKENS)
+    for lease in (a, b):
+        lease.begin()
+        lease.settle(ended(Phase.DONE))
     assert Counts(of)() == (2, 2)
-    for claim in (a, b):
-        claim.end()
+    for lease in (a, b):
+        lease.end()
     assert Counts(of)() == (6, 2)
 
 
 def test_the_ranks_may_agree_on_less() -> None:
     """What is given up is awaited again, in pages of its own."""
     of = cache()
-    first = of.claim(TOKENS)
+    first = of.lease(TOKENS)
     first.begin()
     first.settle(ended(Phase.DONE))
     first.end()
-    second = of.claim(TOKENS)
+    second = of.lease(TOKENS)
     table = second.begin(held=4)
     assert (second.rows, table.first, len(table.pages)) == (4, 4, 2)
     second.settle(ended(Phase.DONE))
@@ -139,21 +139,21 @@ def test_the_ranks_may_agree_on_less() -> None:
 
 
 def test_what_is_held_is_never_evicted_for_others() -> None:
-    """Under adversarial eviction: a claim between match and arrival keeps its prefix; others get an error."""
+    """Under adversarial eviction: a lease between match and arrival keeps its prefix; others get an error."""
     of = cache()
-    first = of.claim(list(range(16)))
+    first = of.lease(list(range(16)))
     first.begin()
     first.settle(ended(Phase.DONE))
     first.end()
-    holder = of.claim(list(range(16)))
+    holder = of.lease(list(range(16)))
     assert holder.rows == 16
     with pytest.raises(CapacityError, match="6 pages requested, 4 are free or can be evicted"):
-        of.claim(list(range(100, 124))).begin()
+        of.lease(list(range(100, 124))).begin()
     holder.end()
-    evicting = of.claim(list(range(100, 124)))
+    evicting = of.lease(list(range(100, 124)))
     assert len(evicting.begin().pages) == 6
     assert len(of.index) == 2
-    assert of.claim(list(range(16))).rows == 8
+    assert of.lease(list(range(16))).rows == 8
 
 
 def test_an_index_for_another_model_is_refused() -> None:
@@ -177,24 +177,24 @@ def test_a_pool_with_windows_is_refused_and_one_with_states_is_not() -> None:
     state = Component("ssm", "float16", 1, 6, tokens_per_row=0, rows=1)
     hybrid = CacheSpec({**SPEC.layers, LayerId(1): (state,)})
     site = plain_site(hybrid, shard(hybrid), 32, 4)
-    claim = PrefixCache(HashPrefixIndex(4, 8, namespace_of(hybrid)), PageAllocator(range(8)), site).claim(TOKENS)
-    assert claim.begin().group == "kv"
+    lease = PrefixCache(HashPrefixIndex(4, 8, namespace_of(hybrid)), PageAllocator(range(8)), site).lease(TOKENS)
+    assert lease.begin().group == "kv"
 
 
 def test_calls_out_of_order_are_refused() -> None:
     """Bad input: begin, settle, end."""
     of = cache()
-    claim = of.claim(np.arange(4))
+    lease = of.lease(np.arange(4))
     with pytest.raises(LocalProtocolError, match="matched"):
-        claim.settle(ended(Phase.DONE))
+        lease.settle(ended(Phase.DONE))
     with pytest.raises(GeometryError):
-        claim.begin(held=1)
-    claim.begin()
-    for call in (claim.begin, claim.end, lambda: claim.grow(1)):
+        lease.begin(held=1)
+    lease.begin()
+    for call in (lease.begin, lease.end, lambda: lease.grow(1)):
         with pytest.raises(LocalProtocolError, match="awaited"):
             call()
-    assert claim.settle(ended(Phase.DONE))
-    claim.end()
-    declined = of.claim(np.arange(4))
+    assert lease.settle(ended(Phase.DONE))
+    lease.end()
+    declined = of.lease(np.arange(4))
     declined.end()
     assert of.index.evictable == 1

@@ -13,10 +13,22 @@ from disagg_kv.errors import ConfigurationError
 
 CHILD = """
 import os, sys, tempfile, threading, time
-from disagg_kv import CacheSpec, DecodeEndpoint, Expectation, GroupId, PagedPool, PageTable, Phase, PrefillEndpoint
-from disagg_kv import RoomId, Source, shard, transport
+from disagg_kv import (
+    CacheSpec,
+    DecodeEndpoint,
+    Expectation,
+    GroupId,
+    PageTable,
+    PagedPool,
+    Phase,
+    PrefillEndpoint,
+    Source,
+    shard,
+    transport,
+)
 from disagg_kv.channels import UnixChannel, ZmqChannel
 from disagg_kv.endpoints import threads_on
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import StaticRendezvous
 
 kind, folder = sys.argv[1], tempfile.mkdtemp()

@@ -12,10 +12,22 @@ from tests.support.needs import needs_mooncake, needs_nixl
 ENDPOINTS = """
 import gc, os, sys, tempfile, time
 import numpy as np
-from disagg_kv import CacheSpec, DecodeEndpoint, Expectation, GroupId, PagedPool, PageTable, Phase, PrefillEndpoint
-from disagg_kv import RoomId, Source, shard, transport
+from disagg_kv import (
+    CacheSpec,
+    DecodeEndpoint,
+    Expectation,
+    GroupId,
+    PageTable,
+    PagedPool,
+    Phase,
+    PrefillEndpoint,
+    Source,
+    shard,
+    transport,
+)
 from disagg_kv.channels import UnixChannel, ZmqChannel
 from disagg_kv.errors import LocalProtocolError
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import StaticRendezvous
 
 kind, folder = sys.argv[1], tempfile.mkdtemp()

@@ -17,19 +17,20 @@ from disagg_kv import (
     PagedPool,
     PageTable,
     Phase,
-    RoomId,
     Source,
     shard,
 )
 from disagg_kv.channels import UnixChannel
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import RequestRendezvous
 from disagg_kv.transports import ShmTransport
 from tests.support.processes import wait
 
 PEER = """
 import sys
-from disagg_kv import CacheSpec, GroupId, PagedPool, PageTable, PrefillEndpoint, RoomId, shard
+from disagg_kv import CacheSpec, GroupId, PageTable, PagedPool, PrefillEndpoint, shard
 from disagg_kv.channels import UnixChannel
+from disagg_kv.ids import RoomId
 from disagg_kv.rendezvous import RequestRendezvous
 from disagg_kv.transports import ShmTransport
 spec = CacheSpec.kv(1, 1, 16, "float16")

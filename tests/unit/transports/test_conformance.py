@@ -75,9 +75,9 @@ class TestInprocOrShm(TransportSuite):
 
     @staticmethod
     def raising(pair: Pair) -> SupportsFlags:
-        """Flags are of the first lane alone, which reaches no other process."""
+        """Flags are of the first transport alone, which reaches no other process."""
         if not isinstance(pair.target, End):
-            pytest.skip("the page is that of the first lane")
+            pytest.skip("the page is that of the first transport")
         return TransportSuite.raising(pair)
 
 

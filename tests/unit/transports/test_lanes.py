@@ -262,7 +262,7 @@ def test_memory_that_a_lane_cannot_register_excludes_that_lane() -> None:
     with pytest.raises(RegistrationError, match="abacus"):
         alone.register([Buffer(1 << 20, 10, "abacus:0")])
     single = combined([Picky()])
-    with pytest.raises(RegistrationError, match=r"no lane can register this memory: picky \(too large\)"):
+    with pytest.raises(RegistrationError, match=r"no transport can register this memory: picky \(too large\)"):
         ends(single, 5000)
     assert not single.excluded
     assert crosses(single, Picky()) == "picky"
@@ -292,7 +292,7 @@ def test_a_peer_whose_lane_does_not_map_is_refused_by_name() -> None:
     crosses(source, near)
     assert isinstance(source, SupportsMapping)
     peer = source.peer_of(for_peer(source, "slow", other.local_descriptor()))
-    assert "lane 'slow' does not map memory of peers (not shm: the peer" in str(source.unmappable(peer, [], "cpu"))
+    assert "transport 'slow' does not map memory of peers (not shm: the peer" in str(source.unmappable(peer, [], "cpu"))
     with pytest.raises(RegistrationError, match="does not map"):
         source.map(peer, RegionId(0), "cpu")
     mapped = source.map(source.peer_of(for_peer(source, "shm", near.local_descriptor())), RegionId(0), "cpu")

@@ -14,13 +14,13 @@ from disagg_kv import (
     PageTable,
     Phase,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
     transport,
 )
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import Expectation
+from disagg_kv.ids import RoomId
 from disagg_kv.memory import bytes_of
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing.pair import noise, wait

@@ -145,7 +145,7 @@ def test_a_name_of_several_makes_them_in_order_with_options_for_each() -> None:
     assert isinstance(made.lanes[0], Other)
     assert made.lanes[0].depth == 3
     assert made.name == between_processes("other+shm", "cpu", other={"depth": 3}).name == "other+shm"
-    with pytest.raises(ConfigurationError, match="no lane moves memory on 'cuda:0'"):
+    with pytest.raises(ConfigurationError, match="no transport moves memory on 'cuda:0'"):
         between_processes("other+shm", "cuda:0")
 
 
@@ -307,10 +307,10 @@ def test_what_was_started_is_closed_where_no_caller_gets_it() -> None:
     pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=2)
     channel, found = InprocChannel(Hub(), "here"), StaticRendezvous()
     try:
-        with pytest.raises(UnknownNameError, match="nope"):
-            PrefillEndpoint(pool=pool, channel=channel, rendezvous=found, instance="p", strategy="nope")
-        with pytest.raises(ConfigurationError, match="verify"):
-            DecodeEndpoint(pool=pool, channel=channel, rendezvous=found, instance="d", verify="some")  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="slots"):
+            PrefillEndpoint(pool=pool, channel=channel, rendezvous=found, instance="p", slots=0)
+        with pytest.raises(ConfigurationError, match="ring_bytes"):
+            DecodeEndpoint(pool=pool, channel=channel, rendezvous=found, instance="d", ring_bytes=0)
         assert closed == ["inproc"] * 3
         with pytest.raises(ConfigurationError, match="instance"):
             PrefillEndpoint(pool=pool, channel=channel, rendezvous=found, instance="")

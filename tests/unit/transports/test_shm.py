@@ -26,13 +26,12 @@ from disagg_kv import (
     PageTable,
     Phase,
     PrefillEndpoint,
-    RoomId,
     Source,
     shard,
 )
 from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.errors import PeerLostError, RegistrationError, RemoteProtocolError, TransportError
-from disagg_kv.ids import Peer, RegionId
+from disagg_kv.ids import Peer, RegionId, RoomId
 from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.rendezvous import StaticRendezvous

@@ -168,7 +168,7 @@ class InboundSegments:
     def missing(self, intake: Intake, rows: RowRange) -> Sequence[Segment]:
         """Which of these rows are not placed; else which segments are in hand."""
         needed = intake.needed(rows)
-        return [box for box in needed if not self._placed[box.state].covers(*corners(box))] or [*self._segments]
+        return [box for box in needed if not self._placed[box.state].contains(*corners(box))] or [*self._segments]
 
     def leased(self, rank: Rank) -> int:
         """Bytes of leases that this writer may still write to, by its own notices."""

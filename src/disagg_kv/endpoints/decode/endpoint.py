@@ -9,7 +9,7 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...core import Alone, Elected, Options, RoomKey, Verify, check_verify
+from ...core import Alone, Elected, Options, RoomKey, Verify
 from ...errors import ConfigurationError, QuarantineFullError
 from ...geometry import Shard
 from ...ids import Epoch, RoomId, room_name
@@ -19,10 +19,8 @@ from ...planning import Segment
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
 from ...strategies import AUTO, TransferPlanner, paths
-from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import Transport
-from ..api import Usage
 from ..handle import ChangeQueue
 from ..loop.construction import Parts
 from ..loop.endpoint import Endpoint
@@ -30,6 +28,7 @@ from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
 from ..peers.mapping import check_mapping, new_flag_page
 from ..staging_memory import exposable, made_by, new_staging, ready_kernels
+from ..status import Usage
 from .commands import PostedCommands
 from .handle import ReceptionHandle
 from .inspection import DecodeInspection
@@ -60,8 +59,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             of it.
         allocator: creates the allocator of the ring from its number of bytes.
         verify: which segments this rank compares with checksums of prefill, ``"off"``, ``"sampled"`` or ``"full"``.
-            Segments that prefill sends with checksums are compared too. With ``"full"``, a room with held rows needs
-            ``kept`` in its expectation. With ``"sampled"``, about one in 16 rooms that have ``kept`` is compared.
+            Segments that prefill sends with checksums are compared too. Held rows are not compared.
         scatter_bytes_per_s: most bytes per second that are scattered into pages, so that scatters do not delay the
             engine's decode steps; None: no limit.
         verdict: :class:`~disagg_kv.core.Elected`: a room ends alike on all ranks of the instance, which vote.
@@ -100,26 +98,12 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         observer: Observer | None = None,
         environment: Environment | None = None,
     ) -> None:
-        parts = Parts(
-            pool,
-            transport,
-            channel,
-            rendezvous,
-            instance,
-            rank,
-            shards,
-            verdict,
-            options,
-            kernels,
-            observer,
-            environment,
-        )
-        with parts:
-            check_verify(verify)
-            chosen = named(strategy)
-            self._selection = chosen.selection
-            carrier = parts.transport
-            usable, exposed = _usable(chosen.path, pool, carrier)
+        with Parts(
+            pool, transport, channel, rendezvous, instance, rank, shards, strategy, verify, verdict, options, kernels,
+            observer, environment,
+        ) as parts:  # fmt: skip
+            self._selection = parts.strategy.selection
+            usable, exposed = _usable(parts.strategy.path, pool, parts.transport)
             limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
             device = pool.buffers[0].device
             if ring_bytes is None:
@@ -127,10 +111,10 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
             movers = ready_kernels(pool, kernels, verify)
             self._ring = ring = made_by(allocator, ring_bytes)
-            self._staging = memory = new_staging(carrier, ring_bytes, device)
+            self._staging = memory = new_staging(parts.transport, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
-            ring_region, *regions = carrier.register([memory, *(pool.buffers if exposed else ())])
-            flags, place = new_flag_page(carrier, usable) if verify == "off" else (None, b"")
+            ring_region, *regions = parts.transport.register([memory, *(pool.buffers if exposed else ())])
+            flags, place = new_flag_page(parts.transport, usable) if verify == "off" else (None, b"")
             me = parts.info("decode", regions, usable)
             me = attrs.evolve(
                 me,
@@ -182,17 +166,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         """Bytes of the ring that are leased: to segments on their way, or waiting for evidence."""
         return self._ring.live_bytes
 
-    def usage(self) -> Usage:
-        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
-        links, most = self._links()
-        return Usage(
-            self._rooms(),
-            ring_bytes=self._ring_bytes,
-            ring_used_bytes=self.leased_bytes,
-            quarantined_bytes=self.quarantined_bytes,
-            links=links,
-            links_most=most,
-        )
+    def _memory(self) -> Usage:
+        leased, stuck = self.leased_bytes, self.quarantined_bytes
+        return Usage({}, ring_bytes=self._ring_bytes, ring_used_bytes=leased, quarantined_bytes=stuck)
 
     @property
     def staging(self) -> Buffer:

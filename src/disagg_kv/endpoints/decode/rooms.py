@@ -416,7 +416,7 @@ class DecodeSide:
         if machine.error is not None:
             self._hold(room)
         report.segments, report.nbytes = machine.inbound.segments_placed, machine.inbound.bytes_placed
-        report.lane = machine.lane
+        report.transport = machine.lane
         released = machine.released
         if released and "total" not in report.seconds:
             report.spend("total", self._loop.now - room.opened)

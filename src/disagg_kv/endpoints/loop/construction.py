@@ -9,7 +9,7 @@ from weakref import ref
 from ... import arguments
 from ...channels import Channel
 from ...channels.reach import leaves_host, reached_at
-from ...core import MAX_AUX, Alone, Elected, Options
+from ...core import MAX_AUX, Alone, Elected, Options, Verify, check_verify
 from ...errors import ConfigurationError, OversizeError
 from ...geometry import Shard, Site
 from ...ids import Rank, RegionId, Role
@@ -17,6 +17,7 @@ from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool, check_memory
 from ...rendezvous import Rendezvous
 from ...strategies import TransferPlanner
+from ...strategies import strategy as named
 from ...trace import Observer, Silent
 from ...transports import Transport, between_processes
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
@@ -109,6 +110,8 @@ class Parts:
         instance: str,
         rank: int,
         shards: Sequence[Shard] | None,
+        strategy: str,
+        verify: Verify,
         verdict: type[Elected] | type[Alone],
         options: Options | None,
         kernels: Kernels | None,
@@ -128,6 +131,8 @@ class Parts:
         self.rank = Rank(arguments.count(rank, "rank"))
         self.shards = (pool.site.shard,) if shards is None else arguments.several(shards, "shards", Shard)
         check_instance(self.shards, self.rank, pool.site)
+        self.strategy = named(strategy)
+        check_verify(verify)
         if verdict not in (Elected, Alone):
             raise arguments.wrong("verdict", verdict, "Elected or Alone is needed")
         self.verdict = verdict

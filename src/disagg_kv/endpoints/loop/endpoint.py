@@ -9,14 +9,16 @@ from functools import partial
 from itertools import count, islice
 from typing import Generic, Literal, TypeVar
 
+from attrs import evolve
+
 from ... import arguments
 from ...core import Alone, Phase, RoomKey
 from ...errors import DisaggKVError, text_of
 from ...ids import Epoch, Generation, RoomId
-from ..api import EndpointStatus, PeerInfo, RoomInfo, Usage
 from ..handle import ChangeQueue, RoomHandle
 from ..peers.handshake import EndpointInfo
 from ..peers.succession import check_counts
+from ..status import EndpointStatus, PeerInfo, RoomInfo, Usage
 from ..used_ids import UsedIds
 from .construction import Parts
 from .driver import Driver
@@ -68,6 +70,18 @@ class Endpoint(ABC, Generic[H, S]):
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.driver = Driver(self._loop, name, self._break_down, thread=environment.thread, engine=environment.engine)
         self._admission = self.driver.admission
+
+    def __repr__(self) -> str:
+        return arguments.brief(self, self._text)
+
+    def _text(self) -> str:
+        me, rooms = self._loop.me, self._rooms().total()
+        return f"{arguments.shown(me.instance)} rank {me.rank}: {self._state()}, {rooms} rooms not released"
+
+    def _state(self) -> Literal["open", "closed", "broken"]:
+        if self.driver.broken is not None:
+            return "broken"
+        return "closed" if self.driver.closed else "open"
 
     @property
     def decides_alone(self) -> bool:
@@ -132,9 +146,14 @@ class Endpoint(ABC, Generic[H, S]):
         states = (handle.state for handle in self._ids.handles())
         return Counter(phase for phase, released in states if not released)
 
-    @abstractmethod
     def usage(self) -> Usage:
         """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+        links, most = self._links()
+        return evolve(self._memory(), rooms=self._rooms(), links=links, links_most=most)
+
+    @abstractmethod
+    def _memory(self) -> Usage:
+        """What it keeps in its ring or slots, without rooms and links. From any thread."""
 
     def status(self, rooms: int) -> EndpointStatus:
         """See :class:`~disagg_kv.endpoints.api.SupportsStatus`."""
@@ -142,11 +161,8 @@ class Endpoint(ABC, Generic[H, S]):
         most = arguments.count(rooms, "rooms")
         live = (handle for handle in self._ids.handles() if not handle.state[1])
         found = tuple(_shown(handle, now) for handle in islice(live, most))
-        state: Literal["open", "closed", "broken"] = "closed" if self.driver.closed else "open"
-        if self.driver.broken is not None:
-            state = "broken"
         peers = tuple(self.peers())
-        return EndpointStatus(me.role, me.instance, me.rank, me.address, state, self.usage(), found, peers)
+        return EndpointStatus(me.role, me.instance, me.rank, me.address, self._state(), self.usage(), found, peers)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""

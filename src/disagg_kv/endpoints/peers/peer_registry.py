@@ -15,7 +15,7 @@ from ...core import Hello, KnownPeer, Options, PeerTable, RoomKey
 from ...errors import About, UnknownNameError
 from ...ids import Epoch, Rank, RoomId, peer_name, room_text
 from ...transports import Lane
-from ..api import PeerInfo, PeerState
+from ..status import PeerInfo, PeerState
 
 
 @frozen
@@ -198,7 +198,7 @@ def format_peers(peers: Sequence[PeerInfo]) -> str:
     head = (
         "peer",
         "state",
-        "lane",
+        "transport",
         "silent s",
         "ring B",
         "pages B",
@@ -222,7 +222,7 @@ def _cells(peer: PeerInfo) -> tuple[str, ...]:
     return (
         name,
         peer.state,
-        peer.lane or "-",
+        peer.transport or "-",
         f"{peer.silent_s:.1f}",
         str(peer.ring_bytes),
         str(peer.page_bytes),

@@ -9,7 +9,7 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...core import Alone, Elected, Options, Verify, check_verify
+from ...core import Alone, Elected, Options, Verify
 from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
@@ -18,10 +18,8 @@ from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...rendezvous import Rendezvous
 from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, maps_pages, paths
-from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import SupportsMapping, Transport
-from ..api import Usage
 from ..handle import ChangeQueue
 from ..loop.construction import Parts
 from ..loop.endpoint import Endpoint
@@ -29,6 +27,7 @@ from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
 from ..peers.mapping import check_mapping
 from ..staging_memory import new_staging, ready_kernels, staging_slots
+from ..status import Usage
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
@@ -98,40 +97,27 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         observer: Observer | None = None,
         environment: Environment | None = None,
     ) -> None:
-        parts = Parts(
-            pool,
-            transport,
-            channel,
-            rendezvous,
-            instance,
-            rank,
-            shards,
-            verdict,
-            options,
-            kernels,
-            observer,
-            environment,
-        )
-        with parts:
+        with Parts(
+            pool, transport, channel, rendezvous, instance, rank, shards, strategy, verify, verdict, options, kernels,
+            observer, environment,
+        ) as parts:  # fmt: skip
             if schedule is not None:
                 arguments.methods(schedule, "schedule", "a schedule", "groups")
                 arguments.attributes(schedule, "schedule", "a schedule", "name")
             self._slots = arguments.count(slots, "slots", least=1)
-            check_verify(verify)
-            chosen = named(strategy)
+            chosen = parts.strategy
             usable = tuple(paths().values()) if chosen.path == AUTO else (paths()[chosen.path],)
-            carrier = parts.transport
-            check_mapping(chosen.path, usable, carrier)
+            check_mapping(chosen.path, usable, parts.transport)
             self._schedule = chosen.schedule if schedule is None else schedule
             self._uses = frozenset(arguments.several(uses, "uses", Feature))
             device = pool.buffers[0].device
             if slot_bytes is None:
                 slot_bytes = 16 << 20 if device == "cpu" else 128 << 20
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
-            maps = any(map(maps_pages, usable)) and isinstance(carrier, SupportsMapping)
+            maps = any(map(maps_pages, usable)) and isinstance(parts.transport, SupportsMapping)
             movers = ready_kernels(pool, kernels, verify, maps)
-            self._staging = staging = new_staging(carrier, staging_slots(self._slots, slot_bytes), device)
-            *regions, staged = carrier.register([*pool.buffers, staging])
+            self._staging = staging = new_staging(parts.transport, staging_slots(self._slots, slot_bytes), device)
+            *regions, staged = parts.transport.register([*pool.buffers, staging])
             pools = ReadPools(pool, movers, verify)
             known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
             me = parts.info("prefill", regions, usable)
@@ -199,18 +185,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         """Staging slots that are being filled or that a write may still read."""
         return self._transfers.pinned_slots
 
-    def usage(self) -> Usage:
-        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+    def _memory(self) -> Usage:
         stuck = self._side.quarantined_slots * self._slot_bytes
-        links, most = self._links()
-        return Usage(
-            self._rooms(),
-            slots=self._slots,
-            slots_used=self.pinned_slots,
-            quarantined_bytes=stuck,
-            links=links,
-            links_most=most,
-        )
+        return Usage({}, slots=self._slots, slots_used=self.pinned_slots, quarantined_bytes=stuck)
 
     @property
     def staging(self) -> Buffer:

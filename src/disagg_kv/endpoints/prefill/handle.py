@@ -306,7 +306,11 @@ class ForwardPass:
         self._last: Event | None = None
         self._closed = False
 
-    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
+    def __repr__(self) -> str:
+        layers = f"{len(self._seen)} of {len(self._layers)} layers declared"
+        return f"<ForwardPass of {len(self._handed)} rooms: {layers}{', closed' if self._closed else ''}>"
+
+    def layer_ready(self, layer: int, ready: Event | Mark | None = None) -> bool:
         """See :meth:`~disagg_kv.endpoints.api.Step.layer_ready`."""
         layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
         if layer not in self._layers:

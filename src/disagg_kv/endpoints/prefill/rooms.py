@@ -202,7 +202,7 @@ class PrefillSide(PrefillRooms):
         room.routes[epoch] = route
         report = room.handle.report
         report.path, report.reason = route.path.name, "decode has chosen it"
-        report.lane, report.lane_reason = route.lane.name, route.lane.reason
+        report.transport, report.transport_reason = route.lane.name, route.lane.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), loop.now))
         for cuts in room.passes.values():

@@ -60,7 +60,7 @@ def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b""
 
 
 def shard_from_config(
-    config: PreTrainedConfig, spec: CacheSpec, *, tp: int = 1, rank: int = 0, layers: Iterable[LayerId] | None = None
+    config: PreTrainedConfig, spec: CacheSpec, *, tp: int = 1, rank: int = 0, layers: Iterable[int] | None = None
 ) -> Shard:
     """A rank's part of ``spec`` if transformers itself makes the model tensor-parallel (``tp_plan="auto"``).
 

@@ -18,10 +18,10 @@ from attrs import frozen
 
 from ...errors import GeometryError, UnsupportedError
 from ...geometry import CacheSpec, Component, Group, Plane, Shard, Site, even_units, item_bytes, shard
-from ...ids import LayerId
+from ...ids import KV, LayerId
 from ...memory import Buffer, PagedPool
 from ...memory.raw import bytes_of
-from ..common import KV, CommonCache, Strides
+from ..common import CommonCache, Strides
 from .quantized import Scales
 
 TOKEN, ROOM = np.dtype(np.int32), np.dtype(np.uint64)

@@ -21,10 +21,9 @@ from ...core import Phase
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Report, room_id
 from ...errors import AbortedError, DisaggKVError, IncompatiblePeerError, PeerLostError, UnsupportedError
 from ...geometry import PageTable
-from ...ids import RoomId
+from ...ids import KV, RoomId
 from ...memory import Event
 from ...rendezvous import Source
-from ..common import KV
 from ..model import prompt_tag
 from ..opening import Opened
 from .bootstrap import Directory

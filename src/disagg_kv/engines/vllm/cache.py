@@ -18,9 +18,9 @@ from attrs import frozen
 
 from ...errors import GeometryError, UnsupportedError
 from ...geometry import CacheSpec, Component, Group, Plane, Shard, Site, even_units, item_bytes, shard
-from ...ids import GroupId, LayerId
+from ...ids import KV, GroupId, LayerId
 from ...memory import Buffer, PagedPool
-from ..common import KV, CommonCache, Strides
+from ..common import CommonCache, Strides
 from ..scales import Float8
 
 

@@ -13,8 +13,8 @@ from attrs import frozen
 
 from ...errors import UnsupportedError
 from ...geometry.spec import PLAIN
-from ...ids import GroupId
-from ..common import KV, CommonCache, common_cache, read_config
+from ...ids import KV, GroupId
+from ..common import CommonCache, common_cache, read_config
 from ..model import model_digest
 from .cache import LayerShape
 from .scheduler import BlockGroup

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from disagg_kv.engines.common import KV, CommonCache
+from disagg_kv.engines.common import CommonCache
 from disagg_kv.engines.sglang.cache import Buffers, SGLangPool, common_pool_of, pool_of
 from disagg_kv.errors import GeometryError, UnsupportedError
-from disagg_kv.ids import LayerId
+from disagg_kv.ids import KV, LayerId
 from tests.support.sglang_like import described
 
 PAGE, HEADS, DIM = 4, 2, 8

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from disagg_kv.engines.common import KV
 from disagg_kv.engines.vllm.host import facts, refuse_layered
 from disagg_kv.errors import UnsupportedError
-from disagg_kv.ids import GroupId
+from disagg_kv.ids import KV, GroupId
 from tests.support.vllm_like import (
     MLA,
     TWO_GROUPS,

@@ -17,7 +17,7 @@ from ....endpoints import DecodeEndpoint, Expectation
 from ....geometry import PageTable
 from ....ids import Rank
 from ....memory import PagedPool
-from ....prefix import Claim, HashPrefixIndex, PrefixCache, namespace_of
+from ....prefix import HashPrefixIndex, PrefixCache, PrefixLease, namespace_of
 from ....rendezvous import StoreMinimum
 from ....strategies import Incremental, strategy
 from .. import PageAllocator, PagedHFCache
@@ -38,13 +38,13 @@ class _Conversation:
     """One conversation.
 
     Args:
-        claim: its pages in this turn, if prefixes are cached.
+        lease: its pages in this turn, if prefixes are cached.
         table: its pages in this turn.
         answers: tokens generated so far.
         kept: rows that this rank computed and still holds, with their bytes ``[layers, 2, heads, rows, dim]``.
     """
 
-    claim: Claim | None = None
+    lease: PrefixLease | None = None
     table: PageTable | None = None
     answers: tuple[int, ...] = ()
     kept: list[tuple[int, Own]] = field(factory=list)
@@ -91,7 +91,7 @@ class _Rank:
             ]
         self.rooms += wire.released(self._endpoint.poll, receptions, self._member, "arrived")
         for conversation, reception in zip(self.each, receptions, strict=True):
-            assert conversation.claim is None or conversation.claim.settle(reception)
+            assert conversation.lease is None or conversation.lease.settle(reception)
 
     def _begin(self, conversation: _Conversation, prompt: Sequence[int], name: str) -> tuple[PageTable, int]:
         """Take pages for rows of a prompt that are not held; returns them, and the number of held rows."""
@@ -99,10 +99,10 @@ class _Rank:
             pages = self.free.take(-(-len(prompt) // self.paged.group.rows_per_page))
             conversation.table = PageTable(self.paged.group.id, pages)
             return conversation.table, 0
-        conversation.claim = claim = self.cache.claim(prompt)
-        table = claim.begin(self._agreed(name, claim.rows if self._keeps else 0))
-        conversation.table = claim.table
-        return table, claim.rows
+        conversation.lease = lease = self.cache.lease(prompt)
+        table = lease.begin(self._agreed(name, lease.rows if self._keeps else 0))
+        conversation.table = lease.table
+        return table, lease.rows
 
     def _agreed(self, question: str, rows: int) -> int:
         """The rows that all ranks of the group hold."""
@@ -123,16 +123,18 @@ class _Rank:
                 generated.append(stage.learn(name, stage.forward(name, generated[-1:], cache)))
             conversation.answers += tuple(generated)
             if turn < config.turns - 1:
-                assert conversation.claim is not None
-                self._keep(conversation, conversation.claim, [*prompt, *generated[:-1]], len(prompt), cache)
+                assert conversation.lease is not None
+                self._keep(conversation, conversation.lease, [*prompt, *generated[:-1]], len(prompt), cache)
                 if self._member.rank == 0:
                     wire.publish_answer(self._store, request, turn, generated)
                 self.conversations.answered(request, turn, generated)
             self._member.notify("decoded")
 
-    def _keep(self, conversation: _Conversation, claim: Claim, tokens: list[int], start: int, cache: Cache) -> None:
+    def _keep(
+        self, conversation: _Conversation, lease: PrefixLease, tokens: list[int], start: int, cache: Cache
+    ) -> None:
         """Write the rows from ``start`` on, which ``cache`` has, into pages that the next turn may hold."""
-        table = claim.grow(len(tokens))
+        table = lease.grow(len(tokens))
         own = []
         for layer, of in enumerate(cache.layers):
             assert isinstance(of, DynamicLayer)
@@ -143,7 +145,7 @@ class _Rank:
             own.append(torch.cat((keys, values)))
         conversation.kept.append((start, torch.stack(own).cpu().numpy()))
         self.used.update(table.pages.tolist())
-        claim.end(tokens, computed(self._member.device))
+        lease.end(tokens, computed(self._member.device))
 
 
 def run(member: Member, store: Store) -> None:

@@ -67,7 +67,7 @@ class Report:
         descriptors_slice: writes that the path ``slice`` would post: one per token and head slice.
         strategy: as configured.
         paths: the paths that rooms took.
-        lanes: the transports that carried them.
+        transports: those that carried the bytes.
         transport: as configured.
         device: as configured.
         model: as configured.
@@ -96,7 +96,7 @@ class Report:
     descriptors_slice: int
     strategy: str
     paths: tuple[str, ...]
-    lanes: tuple[str, ...]
+    transports: tuple[str, ...]
     transport: str
     device: str
     model: str
@@ -155,7 +155,7 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         descriptors_slice=results.reference.descriptors_slice,
         strategy=config.strategy,
         paths=tuple(sorted({room.path for room in sent if room.path})),
-        lanes=tuple(sorted({room.lane for room in sent if room.lane})),
+        transports=tuple(sorted({room.transport for room in sent if room.transport})),
         transport=config.transport,
         device=config.device,
         model=config.model,

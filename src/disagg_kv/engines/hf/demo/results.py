@@ -20,14 +20,14 @@ class Moved:
         nbytes: bytes of cache it sent or received.
         descriptors: writes it posted.
         path: the path that the room took.
-        lane: the transport that carried it.
+        transport: the one that carried it.
         seconds: per phase.
     """
 
     nbytes: int
     descriptors: int
     path: str
-    lane: str
+    transport: str
     seconds: Mapping[str, float]
 
 

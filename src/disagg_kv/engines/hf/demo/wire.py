@@ -175,4 +175,4 @@ def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
 
 def _moved(handle: Handle) -> Moved:
     report = handle.report
-    return Moved(report.nbytes, report.descriptors, report.path, report.lane, dict(report.seconds))
+    return Moved(report.nbytes, report.descriptors, report.path, report.transport, dict(report.seconds))
