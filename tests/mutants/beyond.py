@@ -18,9 +18,10 @@ from tests.unit.endpoints import test_edges as edges
 from tests.unit.endpoints import test_flags as flags
 from tests.unit.endpoints import test_last_words as last_words
 from tests.unit.endpoints import test_path_choice as choice
+from tests.unit.endpoints import test_unsaid as unsaid
 from tests.unit.engines.sglang import test_options as sglang_options
 
-from .bugs import CHOICE, COPIES, FLAGS, LOOP, MOVER, TABLES
+from .bugs import CHOICE, COPIES, FLAGS, FLOW, LOOP, MOVER, TABLES
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
@@ -107,5 +108,8 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("an endpoint that broke says that it has closed",
             LOOP + "stop", "self.failures.broken is None and ", ""),
      last_words.test_what_an_interrupt_left_open_is_no_end),
+    (Mutant("a decode rank that has all rows is needed until its flags' copies have ended",
+            FLOW + "_on_lost", "if self._placed is not None:", "if False:"),
+     partial(unsaid.ends_early, "flags", unsaid.close)),
 )  # fmt: skip
 """Each with the test that finds it, which needs no fixture."""

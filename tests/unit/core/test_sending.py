@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.core import CastVote, Decided, FlowPlan, Granted, Phase, Transfer, WriteFailed, Wrote
+from disagg_kv.core import (
+    CastVote,
+    Decided,
+    FlowPlan,
+    Gone,
+    Granted,
+    Lost,
+    Phase,
+    Sending,
+    Transfer,
+    WriteFailed,
+    Wrote,
+)
 from disagg_kv.core.wire.frames import (
     ChunkReady,
     Done,
@@ -15,7 +27,7 @@ from disagg_kv.core.wire.frames import (
     Returned,
     StagingRequest,
 )
-from disagg_kv.errors import RemoteProtocolError
+from disagg_kv.errors import PeerLostError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import LayerId, Rank
 from disagg_kv.planning import Intake, Limits, Segment
@@ -34,6 +46,7 @@ from tests.support.send_room import (
     phase,
     plan,
     sent,
+    state,
     transfers,
 )
 
@@ -309,3 +322,34 @@ def test_rows_that_are_known_are_not_added_twice() -> None:
     assert frames(room.expect(), StagingRequest) != []
     assert room.add(8, start=4) == room.add(4, start=0) == []
     assert room.machine.rows.stop == 8
+
+
+def test_a_decode_rank_that_is_complete_before_the_room_is_finished_is_needed_no_more() -> None:
+    """Also while a copy whose flag it has seen counts as a write."""
+    room = Room(chunks=1)
+    room.expect()
+    room.say(grant())
+    assert room.begin()
+    assert room.complete() == []
+    gone = PeerLostError("gone")
+    assert room.say(Lost(D[0], gone), Gone(D[0])) == []
+    assert (sent(room.say(Wrote(A))), sent(room.add(8))) == ([ChunkReady], [])
+    assert (state(room), phase(room)) == (Sending.MOVING, Phase.MOVING)
+    assert room.machine.finish(8, None, 0.0)[-1] == CastVote(True, "")
+    assert (state(room), room.machine.flows[D[0]].outbound.segments_landed) == (Sending.COMPLETE, 1)
+    room.machine.decided(Decided(True, ""), 0.0)
+    assert (phase(room), room.machine.closed) == (Phase.DONE, True)
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_decode_rank_cannot_be_complete_before_all_submitted_rows_are_written(granted: bool) -> None:
+    room = Room(chunks=2)
+    room.expect()
+    room.write(A)
+    if granted:
+        room.say(grant(B))
+    assert room.complete() == []
+    assert room.machine.flows[D[0]].ignored == 1
+    room.write(B)
+    assert frames(room.machine.finish(8, None, 0.0), Done)
+    assert room.complete() == [CastVote(True, "")]

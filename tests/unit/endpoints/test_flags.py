@@ -136,14 +136,18 @@ def test_flags_after_an_abort_change_nothing() -> None:
     request.failed()
 
 
-def test_a_prefill_rank_may_end_once_its_flags_were_seen() -> None:
-    """Also its process: all rows are in decode's pages."""
+@pytest.mark.parametrize("first", ["flags", "end"])
+def test_a_prefill_rank_may_end_once_its_flags_are_raised(first: str) -> None:
+    """Also its process: all rows are in decode's pages. So it is if decode's next look finds flags and the end."""
     rig, request = scene()
     request.send(9)
     rig.until(lambda: len(copies(request).queued) == 1, "the launch")
     copies(request).finish()
+    if first == "end":
+        request.prefills[0].crash()
     assert poll(request) == request.receives
-    request.prefills[0].crash()
+    if first == "flags":
+        request.prefills[0].crash()
     rig.wait(0.5)
     (handle,) = request.receives
     assert (handle.phase, handle.released, handle.error) == (Phase.DONE, True, None)

@@ -123,6 +123,7 @@ class Flow(Machine[Sending]):
         self._finished: Finished | None = None
         self._flags: dict[Segment, int] = {}
         self._stated = False
+        self._placed: Complete | None = None
         self._lost = False
 
     @property
@@ -173,7 +174,8 @@ class Flow(Machine[Sending]):
 
     def _plan(self, segment: Segment) -> None:
         assert self.plan is not None
-        self.outbound.add(segment, self.plan.intake.part_bytes(segment, self.plan.rank))
+        if self._placed is None:
+            self.outbound.add(segment, self.plan.intake.part_bytes(segment, self.plan.rank))
 
     def begin(self, transfer: Transfer) -> bool:
         """The transfer queue starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
@@ -343,10 +345,19 @@ class Flow(Machine[Sending]):
             lane=self.plan.lane,
         )
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
+        if self._placed is not None:
+            self._on_complete(self._placed)
 
     def _on_landed_late(self, event: Landed) -> None:
         for box in event.segments:
             self._acknowledged(Segment(*box))
+
+    def _on_placed(self, event: Complete) -> None:
+        """Decode has all rows and awaits no ``Done``: it is needed no more. A copy that raised a flag may run on."""
+        if self.outbound.unacknowledged + len(self._unquiet) < len(self.outbound):
+            self.ignored += 1  # it cannot have what was not written
+        else:
+            self._placed = event
 
     def _on_complete(self, event: Complete) -> None:
         """Every notice has come, although its ``Landed`` may be lost."""
@@ -368,6 +379,9 @@ class Flow(Machine[Sending]):
         self._send(Drained(**self._head, reason=event.reason))
 
     def _on_lost(self, event: Lost) -> None:
+        if self._placed is not None:
+            self._repeat.clear()
+            return
         self.error = ours(event.error, self._name(), **self.who)
         self._lost = True
         self._stop_moving()

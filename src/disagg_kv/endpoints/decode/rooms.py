@@ -217,6 +217,7 @@ class DecodeSide:
 
     def on_lost(self, lost: Lost) -> None:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
+        self._take_flags()
         for room in self._with(lost.peer):
             self._handle(room, lost)
         self._forget(lost.peer)
@@ -387,8 +388,7 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Finish scatters, start those that are due, and prepare one that follows."""
-        for landed in self.flags.look():
-            self._loop.of_peer(Epoch(landed.src), partial(self.on_frame, landed))
+        self._take_flags()
         if self._receipts.waiting:
             self._receipts.flush()
         if self._expectations:
@@ -406,6 +406,10 @@ class DecodeSide:
         self._take_scattered()
         scatters.prepare_one()
         return scatters.waits or budget.spent or bool(self._expectations)
+
+    def _take_flags(self) -> None:
+        for landed in self.flags.look():
+            self._loop.of_peer(Epoch(landed.src), partial(self.on_frame, landed))
 
     def _take_scattered(self) -> None:
         while (ended := self._scatters.outcome()) is not None:

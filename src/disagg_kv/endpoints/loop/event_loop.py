@@ -314,6 +314,7 @@ class EventLoop:
 
     def _notice_exits(self) -> None:
         for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
+            self._hear()
             self.lose(epoch, self._lost(epoch, "its process has ended"), ended=True)
         for epoch in self._process_monitor.drained(self.connections.drain_s):
             self._gone(epoch)
@@ -424,6 +425,7 @@ class EventLoop:
             return
         lane = lane_of(self.me.transport, event.peer)
         error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
+        self._hear()  # it may have said before its end that it has all rows
         self.connections.lose(epoch, error)
         self._peer_effects(self.peers.shut(epoch, error, self.now))
         if event.fenced:
