@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -18,51 +20,82 @@ TEXTS = ("", "x", "\0", "é" * 99, "x" * 300, "cpu:99", "unix:///dev/null", "pre
 OTHERS: tuple[object, ...] = (None, 7, -2.5, "x", b"x", [], {})
 
 
-def variants(value: object) -> Iterator[tuple[str, object]]:
-    """Each value that differs in one thing, and where: another type, number, text, length, order or encoding."""
+Change = Callable[[Any], object]
+
+
+def variants(value: object) -> Iterator[tuple[str, Change]]:
+    """Where a value differs in one thing (type, number, text, length, order, encoding), and what makes it differ.
+
+    The changes are for values of the same structure.
+    """
     for other in OTHERS:
         if type(other) is not type(value):
-            yield f" {other!r}", other
+            yield f" {other!r}", partial(_replace, other)
     if isinstance(value, bool):
-        yield " not", not value
+        yield " not", lambda v: not v
     elif isinstance(value, int):
-        for number in dict.fromkeys((*NUMBERS, value + 1, 2 * value + 2**20)):
-            if number != value and -(2**63) <= number < 2**64:
-                yield f" {number}", number
+        yield from ((f" {number}", partial(_replace, number)) for number in NUMBERS if number != value)
+        yield " and one", lambda v: (v + 1) % 2**63
+        yield " twice and more", lambda v: (2 * v + 2**20) % 2**63
     elif isinstance(value, float):
-        yield from ((f" {number}", number) for number in FLOATS)
+        yield from ((f" {number}", partial(_replace, number)) for number in FLOATS)
     elif isinstance(value, str):
-        yield from ((f" {text[:20]!r}", text) for text in TEXTS if text != value)
+        yield from ((f" {text[:20]!r}", partial(_replace, text)) for text in TEXTS if text != value)
     elif isinstance(value, bytes):
         yield from _of_bytes(value)
     elif isinstance(value, list):
         yield from _of_list(value)
     elif isinstance(value, dict):
         for key in value:
-            yield f".{key} left out", {name: one for name, one in value.items() if name != key}
-            yield from ((f".{key}{where}", {**value, key: new}) for where, new in variants(value[key]))
+            yield f".{key} left out", partial(_without, key)
+            yield from ((f".{key}{where}", partial(_with, key, change)) for where, change in variants(value[key]))
 
 
-def _of_list(value: list[object]) -> Iterator[tuple[str, object]]:
+def _replace(other: object, value: object) -> object:
+    return other
+
+
+def _without(key: object, value: dict[object, object]) -> object:
+    return {name: one for name, one in value.items() if name != key}
+
+
+def _with(key: object, change: Change, value: dict[object, object]) -> object:
+    return {**value, key: change(value[key])}
+
+
+def _at(at: int, change: Change, value: list[object]) -> object:
+    return [*value[:at], change(value[at]), *value[at + 1 :]]
+
+
+def _inside(change: Change, value: bytes) -> object:
+    found = _unfolded(value)
+    assert found is not None
+    inside, fold = found
+    return fold(change(inside))
+
+
+def _of_list(value: list[object]) -> Iterator[tuple[str, Change]]:
     if value:
-        yield " without the last", value[:-1]
-        yield " the last twice", [*value, value[-1]]
-        yield " a thousand times", value * 1000
-        yield " reversed", value[::-1]
+        yield " without the last", lambda v: v[:-1]
+        yield " the last twice", lambda v: [*v, v[-1]]
+        yield " a thousand times", lambda v: v * 1000
+        yield " reversed", lambda v: v[::-1]
     for at, one in enumerate(value):
-        yield from ((f"[{at}]{where}", [*value[:at], new, *value[at + 1 :]]) for where, new in variants(one))
+        yield from ((f"[{at}]{where}", partial(_at, at, change)) for where, change in variants(one))
 
 
-def _of_bytes(value: bytes) -> Iterator[tuple[str, object]]:
-    for cut in sorted({0, 1, len(value) // 2, len(value) - 1} - {len(value)}):
-        yield f" cut at {cut}", value[: max(cut, 0)]
-    yield " with a tail", value + b"\0"
-    yield " other bytes", bytes(byte ^ 0x55 for byte in value)
-    yield " long", value + bytes(600_000)
+def _of_bytes(value: bytes) -> Iterator[tuple[str, Change]]:
+    if value:
+        yield " empty", lambda v: b""
+        yield " its first byte", lambda v: v[:1]
+        yield " its first half", lambda v: v[: len(v) // 2]
+        yield " without the last byte", lambda v: v[:-1]
+    yield " with a tail", lambda v: v + b"\0"
+    yield " other bytes", lambda v: bytes(byte ^ 0x55 for byte in v)
+    yield " long", lambda v: v + bytes(600_000)
     found = _unfolded(value)
     if found is not None:
-        inside, fold = found
-        yield from ((f"/{where}", fold(new)) for where, new in variants(inside))
+        yield from ((f"/{where}", partial(_inside, change)) for where, change in variants(found[0]))
 
 
 def _unfolded(value: bytes) -> tuple[object, Callable[[object], bytes]] | None:
@@ -75,7 +108,8 @@ def _unfolded(value: bytes) -> tuple[object, Callable[[object], bytes]] | None:
         inside = msgspec.msgpack.decode(value)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return (inside, msgspec.msgpack.encode) if isinstance(inside, dict | int) else None
+    whole = bool(inside) and isinstance(inside, list) and msgspec.msgpack.encode(inside) == value
+    return (inside, msgspec.msgpack.encode) if whole or isinstance(inside, dict | int) else None
 
 
 class Lying(Over):

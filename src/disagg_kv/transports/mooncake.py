@@ -424,8 +424,8 @@ def _greet(shared: Shared, engine: Engine, remote: Remote, timeout_s: float) -> 
             # The library comes second: it would wait a minute for a frozen peer, and block every other caller.
             reach(address.host, address.port, timeout_s)
             answer.put(engine.write(address.session, NOTHING, NOTHING, NOTHING))
-        except (OSError, TransportError) as error:
-            answer.put(error)
+        except Exception as error:
+            answer.put(error)  # also that a peer's host is no name at all
         finally:
             shared.greeting.discard(remote.peer)
 
