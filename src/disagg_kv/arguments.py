@@ -94,7 +94,7 @@ def count(
         except Exception as exc:
             raise wrong(name, value, "an integer is needed", error) from exc
     if not least <= number <= most:
-        bounds = f"at least {least}" if most == MOST else f"{least} to {most}"
+        bounds = f"at least {least}" if most == MOST and number < least else f"{least} to {most}"
         raise error(f"{name} must be {bounds}, not {shown(number)}")
     return number
 

@@ -239,18 +239,18 @@ class OversizeError(CapacityError):
 
     Args:
         what: the resource.
-        asked: bytes requested.
-        capacity: bytes of the resource.
+        asked: bytes, or another unit, requested.
+        capacity: as many has the resource.
     """
 
     code = "oversize"
     retryable = False
 
-    def __init__(self, what: str, asked: int, capacity: int) -> None:
+    def __init__(self, what: str, asked: int, capacity: int, unit: str = "bytes") -> None:
         self.what = what
         self.asked = asked
         self.capacity = capacity
-        super().__init__(f"{what}: {asked} bytes requested, but there are only {capacity}")
+        super().__init__(f"{what}: {asked} {unit} requested, but there are only {capacity}")
 
 
 class QuarantineFullError(CapacityError):

@@ -16,6 +16,11 @@ def test_every_option_is_a_positive_number(field: str, value: float) -> None:
         attrs.evolve(Options(), **{field: value})  # type: ignore[arg-type]
 
 
+def test_a_number_that_is_too_large_is_refused_with_both_bounds() -> None:
+    with pytest.raises(ConfigurationError, match=rf"option window must be 1 to {2**62}, not {10**30}"):
+        Options(window=10**30)
+
+
 def test_times_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"beats every 1 s \(heartbeat_s\) would be lost after 0.5 s"):
         Options(silence_s=0.5)

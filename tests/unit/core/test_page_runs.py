@@ -95,7 +95,7 @@ FULL = MAX_TABLE // p.ID
         ([range(0, FULL, 2), range(1, FULL + 1, 2)], None),
         ([range(0, FULL, 2), range(1, FULL + 3, 2)], f"bytes of page tables in one frame: {4 * FULL + 4} bytes"),
         ([range(MOST)], None),
-        ([range(MOST + 1)], rf"page ids of one request \(request_pages\): {MOST + 1} bytes"),
+        ([range(MOST + 1)], rf"page ids of one request \(request_pages\): {MOST + 1} ids requested"),
     ],
 )
 def test_as_many_pages_as_one_frame_names_may_be_exposed(tables: list[range], why: str | None) -> None:

@@ -70,7 +70,7 @@ def total(tables: Iterable[WireTable]) -> int:
 def excess(tables: Sequence[WireTable], most: int) -> OversizeError | None:
     """Why a request cannot expose these pages: more than ``most`` page ids, or more bytes than one frame carries."""
     if (count := named(tables)) > most:
-        return OversizeError("page ids of one request (request_pages)", count, most)
+        return OversizeError("page ids of one request (request_pages)", count, most, "ids")
     if (nbytes := total(tables)) > MAX_TABLE:
         return OversizeError("bytes of page tables in one frame", nbytes, MAX_TABLE)
     return None
