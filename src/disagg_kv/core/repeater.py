@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 from attrs import define
 
@@ -54,10 +54,6 @@ class Repeater:
         """Stop repeating all frames."""
         self._due.clear()
         self._timers.clear()
-
-    def keys(self) -> Iterable[Hashable]:
-        """Keys of the frames that are being repeated."""
-        return tuple(self._due)
 
     def tick(self, now: float) -> list[Send]:
         """The frames that are due again."""

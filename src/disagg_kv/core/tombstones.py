@@ -19,6 +19,9 @@ GENERATIONS = 1 << 20
 BLOCK = 1 << 12
 """Generations whose bits are kept together."""
 
+FAILED, DONE = 1, 2
+"""The bits of a room that has ended."""
+
 PEERS = 2048
 """Epochs that are remembered, those of which a room ended last: more than are known at a time."""
 
@@ -33,11 +36,10 @@ class RoomOutcome(Enum):
 
 @define
 class _Peer:
-    """Bits of the generations of one epoch, by block; a block without a bit is not there."""
+    """Two bits for each generation of one epoch, by block; a block without a bit is not there."""
 
     newest: int = 0
-    over: dict[int, int] = field(factory=dict)
-    done: dict[int, int] = field(factory=dict)
+    blocks: dict[int, int] = field(factory=dict)
 
 
 class Tombstones:
@@ -62,17 +64,13 @@ class Tombstones:
         if generation <= known.newest - self._generations:
             return
         known.newest = max(known.newest, generation)
-        if len(known.over) > self._generations // BLOCK + 1:
+        if len(known.blocks) > self._generations // BLOCK + 1:
             first = (known.newest - self._generations) // BLOCK
-            for old in [block for block in known.over if block < first]:
-                del known.over[old]
-                known.done.pop(old, None)
-        block, bit = divmod(generation, BLOCK)
-        before = known.over.get(block, 0)
-        if before >> bit & 1 == 0:
-            known.over[block] = before | 1 << bit
-            if ended is RoomOutcome.DONE:
-                known.done[block] = known.done.get(block, 0) | 1 << bit
+            known.blocks = {block: bits for block, bits in known.blocks.items() if block >= first}
+        block, place = divmod(generation, BLOCK)
+        before = known.blocks.get(block, 0)
+        if before >> 2 * place & 3 == 0:
+            known.blocks[block] = before | (DONE if ended is RoomOutcome.DONE else FAILED) << 2 * place
 
     def outcome(self, peer: Epoch, generation: Generation) -> RoomOutcome | None:
         """How the room ended; None: it has not."""
@@ -81,12 +79,8 @@ class Tombstones:
             return None
         if generation <= known.newest - self._generations:
             return RoomOutcome.EVICTED
-        block, bit = divmod(generation, BLOCK)
-        if known.over.get(block, 0) >> bit & 1 == 0:
+        block, place = divmod(generation, BLOCK)
+        bits = known.blocks.get(block, 0) >> 2 * place & 3
+        if not bits:
             return None
-        return RoomOutcome.DONE if known.done.get(block, 0) >> bit & 1 else RoomOutcome.FAILED
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of bits that are kept: each takes ``BLOCK / 8`` bytes at most, twice."""
-        return sum(len(known.over) for known in self._known.values())
+        return RoomOutcome.DONE if bits == DONE else RoomOutcome.FAILED
