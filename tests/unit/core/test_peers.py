@@ -711,12 +711,20 @@ def test_whoever_is_refused_from_ever_new_addresses_leaves_a_bounded_number_of_c
     a = table(1, "a")
     connected: set[str] = set()
     for n in range(3 * MAX_REFUSED):
-        for effect in a.on_hello(hello(epoch(2), b"", f"s{n}", role="strange"), float(n)):
+        for effect in a.on_hello(hello(epoch(10 + n), b"", f"s{n}", role="strange"), float(n)):
             (connected.add if isinstance(effect, SendTo) else connected.remove)(effect.address)  # type: ignore[union-attr]
         if n == 5:
             assert a.on_hello(hello(epoch(3), epoch(1), "s3"), float(n))
     assert len(connected) == MAX_REFUSED + 1
     assert {"s3", f"s{n}"} <= connected
+
+
+def test_a_life_that_is_refused_from_ever_new_addresses_leaves_one_connection() -> None:
+    a = table(1, "a")
+    for n in range(1, 9):
+        effects = a.on_hello(hello(epoch(2), b"", f"s{n}", role="strange"), float(n))
+        assert [effect.address for effect in effects if isinstance(effect, SendTo)] == [f"s{n}"]
+        assert [effect.address for effect in effects if isinstance(effect, Forget)] == [f"s{n - 1}"][: n - 1]
 
 
 def test_a_hello_that_is_repeated_is_admitted_once_and_one_that_differs_is_looked_at() -> None:

@@ -107,38 +107,33 @@ class Refusals:
     """The last of these lives, at most one per address."""
 
     def __init__(self) -> None:
-        self._by_address: OrderedDict[str, RefusedLife] = OrderedDict()
-        self._by_epoch: dict[Epoch, str] = {}
+        self._lives: OrderedDict[Epoch, RefusedLife] = OrderedDict()
 
     def add(self, life: RefusedLife) -> str | None:
-        """Remember a life; returns the address of the one that is forgotten for it, if any is."""
+        """Remember a life; returns an address at which none is remembered any more for it, if there is one."""
+        left = self._lives.pop(life.epoch, None)
         self.discard(life.address)
-        self._by_address[life.address] = life
-        self._by_epoch[life.epoch] = life.address
-        if len(self._by_address) <= MAX_REFUSED:
-            return None
-        oldest = next(iter(self._by_address))
-        self.discard(oldest)
-        return oldest
+        self._lives[life.epoch] = life
+        if len(self._lives) > MAX_REFUSED:
+            _, left = self._lives.popitem(last=False)
+        return None if left is None or left.address == life.address else left.address
 
     def discard(self, address: str) -> None:
         """Forget the life at an address: one that can work with us is there."""
-        life = self._by_address.pop(address, None)
-        if life is not None and self._by_epoch.get(life.epoch) == address:  # else it has moved
-            del self._by_epoch[life.epoch]
+        if (life := self.at(address)) is not None:
+            del self._lives[life.epoch]
 
     def get(self, epoch: Epoch) -> RefusedLife | None:
         """The entry of a life; None: it is none of them, or forgotten."""
-        address = self._by_epoch.get(epoch)
-        return None if address is None else self._by_address.get(address)
+        return self._lives.get(epoch)
 
     def at(self, address: str) -> RefusedLife | None:
         """The life at an address that cannot work with us; None: there is none."""
-        return self._by_address.get(address)
+        return next((life for life in self._lives.values() if life.address == address), None)
 
     def still(self, address: str, now: float) -> DisaggKVError | None:
         """Why the endpoint at an address refused us, if that was a moment ago."""
-        life = self._by_address.get(address)
+        life = self.at(address)
         if life is None or life.refused_us_at is None or now - life.refused_us_at >= AGAIN_S:
             return None
         return life.error
