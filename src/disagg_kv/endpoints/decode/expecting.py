@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from attrs import frozen
-
 from ...core import Awaited, Cancel, Verify
 from ...core.room.machine import ours
 from ...core.wire.frames import WireTable
@@ -19,13 +17,6 @@ from .path_choice import PathChoice, PathChooser
 from .room import DecodeRoom
 
 log = logging.getLogger("disagg_kv")
-
-
-@frozen(eq=False)
-class _Pending:
-    room: DecodeRoom
-    choice: PathChoice
-    tables: tuple[WireTable, ...] | None
 
 
 class PendingExpectations:
@@ -45,24 +36,38 @@ class PendingExpectations:
         self._pool = pool
         self._chooser = chooser
         self._verify: Verify = verify
-        self._rooms: list[_Pending] = []
-        self._failed: list[tuple[DecodeRoom, Cancel]] = []
+        self._rooms: list[tuple[DecodeRoom, Awaited | Cancel]] = []
         self._noted_pages = False
 
     def __len__(self) -> int:
-        return len(self._rooms) + len(self._failed)
+        return len(self._rooms)
 
     def add(self, room: DecodeRoom) -> None:
         """Rows are awaited; :meth:`ended` gives the room, at once where nothing has to come first."""
         try:
-            choice, tables = self._choose(room)
+            event: Awaited | Cancel = self._awaited(room)
         except Exception as exc:
             # A path may be a user's code: its errors fail this room alone.
-            self._failed.append((room, Cancel(ours(exc, f"{room.name}: no way to send it"))))
-            return
+            event = Cancel(ours(exc, f"{room.name}: no way to send it"))
+        self._rooms.append((room, event))
+
+    def _awaited(self, room: DecodeRoom) -> Awaited:
+        wanted = room.wanted
+        assert wanted is not None
+        choice, tables = self._choose(room)
         room.path = choice.path
         room.handle.report.path, room.handle.report.reason = choice.path.name, choice.reason
-        self._rooms.append(_Pending(room, choice, tables))
+        return Awaited(
+            wanted.start,
+            wanted.stop,
+            wanted.most,
+            choice.path.name,
+            tables,
+            self._verify,
+            0 if wanted.aux is None else self._pool.aux_bytes,
+            wanted.least,
+            choice.unsegmented,
+        )
 
     def _choose(self, room: DecodeRoom) -> tuple[PathChoice, tuple[WireTable, ...] | None]:
         """The path of a room, and its page tables where the path exposes them."""
@@ -86,33 +91,15 @@ class PendingExpectations:
 
     def ended(self) -> Iterator[tuple[DecodeRoom, Awaited | Cancel]]:
         """Gives each for which nothing more has to come first, and the event for its machine."""
-        failed, self._failed = self._failed, []
-        yield from failed
         for pending in list(self._rooms):
-            room, error = pending.room, None
+            room, event = pending
             try:
-                if pending.tables is not None and not room.writable():
+                if isinstance(event, Awaited) and event.tables is not None and not room.writable():
                     continue
             except DisaggKVError as exc:
-                error = exc
+                event = Cancel(exc)
             self._rooms.remove(pending)
-            yield room, self._awaited(pending) if error is None else Cancel(error)
-
-    def _awaited(self, pending: _Pending) -> Awaited:
-        wanted, choice = pending.room.wanted, pending.choice
-        assert wanted is not None
-        aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
-        return Awaited(
-            wanted.start,
-            wanted.stop,
-            wanted.most,
-            choice.path.name,
-            pending.tables,
-            self._verify,
-            aux_bytes,
-            wanted.least,
-            choice.unsegmented,
-        )
+            yield room, event
 
     def _note_pages(self, room: DecodeRoom, beyond: OversizeError) -> str:
         """Note once in the log that a room has more pages than a request may expose, and return that in words."""

@@ -29,10 +29,8 @@ class Receipts:
         frame = send.frame
         if isinstance(frame, Landed):
             key = send.to, frame.room, frame.generation
-            waiting = self.waiting.get(key)
-            self.waiting[key] = (
-                frame if waiting is None else replace(waiting, segments=(*waiting.segments, *frame.segments))
-            )
+            before = self.waiting[key].segments if key in self.waiting else ()
+            self.waiting[key] = replace(frame, segments=(*before, *frame.segments))
             return
         if isinstance(frame, Complete):
             self.waiting.pop((send.to, frame.room, frame.generation), None)
