@@ -18,7 +18,7 @@ CHOICE = "endpoints.decode.path_choice:PathChooser."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
 FLAGS = "endpoints.decode.flags:"
 ROOM = "endpoints.prefill.room:PrefillRoom."
-EARLY = "endpoints.prefill.early:"
+ARRIVALS = "endpoints.arrivals:Arrivals."
 TABLES = "core.wire.page_runs:"
 SCATTER = "endpoints.decode.scatter:ScatterQueue."
 DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
@@ -117,7 +117,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a request exposes more pages than it may name",
            TABLES + "excess", "if (count := named(tables)) > most:", "if (count := named(tables)) > 4 * most:"),
     Mutant("what is forgotten after its time keeps its place",
-           EARLY + "EarlyArrivals.expire", "self.pop(*key)", "self._waiting.pop(key)"),
+           ARRIVALS + "tick", "self.forget(room, peer)", "self._kept[room].pop(peer)"),
     Mutant("a copy into mapped pages does not wait for its rows",
            MOVER + "_begin_moves", "spec.after))", "None))"),
     Mutant("a copy whose event fails counts as quiet",
@@ -165,7 +165,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("an end is evidence before the last writes have landed",
            "endpoints.peers.process_monitor:ProcessMonitor.drained", "passed >= needed", "True"),
     Mutant("a repeated Done of an ended room is not answered",
-           "endpoints.decode.ended:answer_ended", "loop.send(Send(epoch, Complete(**head)))", "pass"),
+           ARRIVALS + "_acknowledge", "self._say(", "isinstance(frame, Done) or self._say("),
     Mutant("what is due for a room is forgotten when its time is moved",
            "core.timers:Timers.schedule", "heappush(self._heap, (when, self._number, key))",
            "known is None and heappush(self._heap, (when, self._number, key))"),

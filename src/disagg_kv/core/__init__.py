@@ -1,7 +1,6 @@
 """The sans-IO core: frames and events in, effects out. No thread, no clock, no socket, no memory."""
 
 from .base import (
-    AskAgain,
     Awaited,
     Cancel,
     CastVote,
@@ -14,6 +13,7 @@ from .base import (
     Introduced,
     Leased,
     Lost,
+    Met,
     Offered,
     Options,
     Phase,
@@ -57,7 +57,6 @@ __all__ = [
     "VERSION",
     "Alone",
     "AnyFrame",
-    "AskAgain",
     "Awaited",
     "Cancel",
     "CastVote",
@@ -81,6 +80,7 @@ __all__ = [
     "Leased",
     "Links",
     "Lost",
+    "Met",
     "Offered",
     "Options",
     "Outcome",

@@ -57,8 +57,8 @@ class Options:
         window: segments of one room that may be between request and acknowledgement towards one destination.
         tombstones: ended rooms that an endpoint remembers by id, to refuse a second use and to agree on them with the
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
-        parked: ``Expect`` frames that may wait for the engine to open their room.
-        parked_pages: page ids that they may name together.
+        parked: places for what peers say of rooms that the engine has not opened: a frame takes one, and one more for
+            every 16 KiB of page tables.
         request_pages: page ids of one request that exposes its pages. Decode exposes no more, prefill refuses more.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself, or else of one that no room depends on; if there is none, it is refused by name. One
@@ -80,7 +80,6 @@ class Options:
     window: int = 16
     tombstones: int = 4096
     parked: int = 4096
-    parked_pages: int = 1 << 24
     request_pages: int = 1 << 22
     peers: int = 16_384
     link_bytes: int = 128 << 20
@@ -180,8 +179,8 @@ class Introduced:
 
 
 @frozen
-class AskAgain:
-    """A prefill rank may have given the room up without a frame: it had lost us for a while."""
+class Met:
+    """A prefill rank is there: again, and it may have given the room up without a frame; or only after its failure."""
 
     peer: Epoch
 

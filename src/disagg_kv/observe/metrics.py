@@ -95,7 +95,6 @@ COUNTED: Mapping[str, tuple[Metric, tuple[str, ...]]] = {
     "frames.stale": (REFUSALS, ("stale",)),
     "frames.unknown_peer": (REFUSALS, ("unknown_peer",)),
     "frames.unknown_room": (REFUSALS, ("unknown_room",)),
-    "frames.evicted_room": (REFUSALS, ("evicted_room",)),
     "frames.other_tag": (REFUSALS, ("other_tag",)),
     "frames.not_parked": (REFUSALS, ("not_parked",)),
     "frames.not_a_writer": (REFUSALS, ("not_a_writer",)),

@@ -12,6 +12,7 @@ from disagg_kv.core import (
     Gone,
     Leased,
     Lost,
+    Met,
     Phase,
     Quarantine,
     Receiving,
@@ -151,9 +152,20 @@ def test_pages_that_no_expect_has_named_are_nobody_elses() -> None:
     room = Room(begun=False, exposed=True)
     room.say(room.awaited, Cancel(AbortedError("engine")))
     assert room.machine.released
-    assert sent(room.say(room.introduced)) == [(0, Abort), (1, Abort)]
+    assert sent(room.say(Met(P[0]), Met(P[1]))) == [(0, Abort), (1, Abort)]
     assert room.machine.released, "released is said once"
     room.say(drained(0), drained(1))
+    assert state_of(room) is Receiving.DRAINING, "there may be others"
+    room.say(Lost(Epoch(b""), AbortedError("these are all")))
+    assert state_of(room) is Receiving.CLOSED
+
+
+def test_a_room_that_failed_before_its_writers_were_known_waits_for_their_answers() -> None:
+    room = Room(begun=False)
+    room.say(Cancel(AbortedError("engine")), Met(P[1]), Lost(Epoch(b""), AbortedError("these are all")))
+    assert state_of(room) is Receiving.DRAINING
+    assert sent(room.say(Tick(), now=0.2)) == [(1, Abort)], "repeated"
+    room.say(drained(1))
     assert state_of(room) is Receiving.CLOSED
 
 
@@ -166,10 +178,24 @@ def test_an_abort_before_the_writers_are_known_is_told_once_they_are_or_ends_if_
     assert (state_of(room), room.machine.released) == (Receiving.CLOSED, True)
 
 
+def test_a_rank_that_returns_hears_again_of_a_room_that_failed_before_it_came() -> None:
+    """It may have missed the first notice."""
+    room = Room(begun=False)
+    room.say(Cancel(AbortedError("engine")), Met(P[0]), Lost(P[0], PeerLostError("silent")))
+    assert sent(room.say(Tick(), now=1.0)) == []
+    assert sent(room.say(Met(P[0]), now=2.0)) == [(0, Abort)]
+
+
 def test_a_loss_while_nobody_is_known_fails_the_room() -> None:
     room = Room(begun=False)
     room.say(Lost(Epoch(b""), PeerLostError("nobody answers")))
     failed(room, PeerLostError, "nobody answers")
+    assert (state_of(room), room.machine.released) == (Receiving.DRAINING, True)
+    assert sent(room.say(Met(P[0]), now=29.0)) == [(0, Abort)], "whoever comes all the same learns it"
+    assert room.machine.next_at() is not None
+    room.say(Tick(), now=29.9)
+    assert state_of(room) is Receiving.DRAINING
+    room.say(Tick(), now=30.0)
     assert state_of(room) is Receiving.CLOSED
 
 
@@ -267,7 +293,7 @@ def test_a_deadline_before_the_writers_are_known_is_told_once_they_are_or_ends_i
     room = Room(begun=False)
     room.say(Tick(), now=300.0)
     assert (state_of(room), room.machine.released) == (Receiving.DRAINING, True)
-    assert sent(room.say(room.introduced, now=301.0)) == [(0, Abort), (1, Abort)]
+    assert sent(room.say(Met(P[0]), Met(P[1]), now=301.0)) == [(0, Abort), (1, Abort)]
     room = Room(begun=False)
     room.say(Tick(), now=300.0)
     room.say(Lost(Epoch(b""), PeerLostError("nobody answers")), now=301.0)

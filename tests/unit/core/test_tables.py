@@ -11,7 +11,6 @@ import pytest
 from disagg_kv.core import (
     RECEIVING,
     SENDING,
-    AskAgain,
     Awaited,
     Cancel,
     Decided,
@@ -21,6 +20,7 @@ from disagg_kv.core import (
     Introduced,
     Leased,
     Lost,
+    Met,
     Offered,
     Options,
     Quiet,
@@ -71,6 +71,7 @@ IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
         {Awaited, Introduced, Leased, Scattered},
         "no segment is left that waits for anything",
     ),
+    Receiving.DRAINING: ({Introduced}, "a room that has failed meets its prefill ranks one by one"),
     Sending.MOVING: (
         {Quiet, Decided},
         "a write that is not quiet has failed the flow; success needs every flow complete",
@@ -87,7 +88,7 @@ SIDES = [
     pytest.param(
         RECEIVING,
         Receiving,
-        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Scattered, Decided},
+        TO_DECODE | HERE | {Met, Awaited, Introduced, Leased, Scattered, Decided},
         id="decode",
     ),
     pytest.param(

@@ -109,10 +109,11 @@ def test_an_expectation_waits_for_the_room() -> None:
     assert request.sends[0].held == {"kv": 0}
 
 
-@pytest.mark.parametrize("options", [Options(parked=2), Options(parked_pages=5)], ids=["number", "pages"])
-def test_parked_expectations_are_bounded(options: Options) -> None:
+@pytest.mark.parametrize("place", [16_384, 8], ids=["number", "bytes"])
+def test_parked_expectations_are_bounded(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither too many expectations nor too large ones are kept; they are repeated until there is room."""
-    rig = Rig(SPEC, options=options)
+    monkeypatch.setattr("disagg_kv.endpoints.arrivals.PLACE", place)
+    rig = Rig(SPEC, options=Options(parked=2))
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), strategy="slice")
     requests = [rig.request(f"{i}", prefills, decodes, 8).open_decode().expect() for i in range(5)]
     rig.wait(3.0)
@@ -123,7 +124,7 @@ def test_parked_expectations_are_bounded(options: Options) -> None:
 
 
 def test_a_peer_does_not_take_the_places_of_others() -> None:
-    """One parks at most a quarter of what may be parked, in number and in pages, while others are known."""
+    """One parks at most a quarter of what may be parked while others are known."""
     rig = Rig(SPEC, options=Options(parked=8))
     prefills, greedy = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     other = rig.decode(tp_shards(SPEC, 1), "E")

@@ -16,10 +16,12 @@ free them.
 
 from __future__ import annotations
 
+from math import inf
+
 from ...errors import About, DisaggKVError
 from ...ids import Epoch, Generation, Rank, RoomId, room_name
 from ...planning import Segment
-from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Quarantine, Scattered, Send, Tick
+from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Met, Options, Quarantine, Scattered, Send, Tick
 from ..repeater import Repeater
 from ..wire.frames import Abort, AbortAck, ChunkReady, Done, Drained, DrainedAck, Head, RoomFrame, StagingRequest, words
 from .inbound import InboundSegment, InboundSegments
@@ -43,14 +45,16 @@ class DrainingRoom(Machine[Receiving]):
         self.error: DisaggKVError | None = None
         self.inbound = InboundSegments()
         self._epoch = epoch
+        self._options = options
         self._repeat = Repeater(options)
         self._writers: dict[Epoch, Writer] = {}
         self._exposed = False
-        self._declined = False
+        self._known = False
+        self._until = inf
 
     @property
     def writers(self) -> tuple[Epoch, ...]:
-        """The prefill ranks, once they are known."""
+        """The prefill ranks, once they are known; of a room that failed before, those that have learned it."""
         return tuple(self._writers)
 
     @property
@@ -73,6 +77,7 @@ class DrainingRoom(Machine[Receiving]):
 
     def _introduce(self, event: Introduced) -> None:
         self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+        self._known = True
 
     # The rule.
 
@@ -98,23 +103,25 @@ class DrainingRoom(Machine[Receiving]):
         self.state = Receiving.DRAINING
         self._repeat.clear()
         self._out.append(CastVote(False, str(error)))
-        self._send_aborts()
+        for w in self._writers.values():
+            self._abort(w)
+        if not self._known:
+            self._until = self.now + self._options.silence_s
         self._out += [Quarantine(segment) for segment in self.inbound if self.inbound[segment].lease is not None]
         self._release_all()
 
-    def _send_aborts(self) -> None:
-        for w in self._writers.values():
-            if not w.evidence:
-                abort = Abort(**self._to(w), reason=words(self.error), tag=self.tag)
-                self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
+    def _abort(self, w: Writer) -> None:
+        if not w.evidence:
+            abort = Abort(**self._to(w), reason=words(self.error), tag=self.tag)
+            self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
 
     def _release_all(self) -> None:
         """Release what no writer can reach any more; close when nothing is left."""
         for segment in self.inbound:
             if self._release(segment, self.inbound[segment]):
                 self.inbound.drop(segment)
-        # A room that decode declined waits until it has sent its abort to prefill, or prefill cannot be reached.
-        ended = bool(self._writers) or not self._declined
+        # Before its prefill ranks are known, further ones may come, and learn that it has failed.
+        ended = self._known
         for w in self._writers.values():
             if w.evidence or (w.lost and not self._owes(w)):
                 self._repeat.stop(("abort", w.rank))
@@ -149,10 +156,11 @@ class DrainingRoom(Machine[Receiving]):
 
     # Draining.
 
-    def _on_introduced_late(self, event: Introduced) -> None:
-        self._introduce(event)
-        self._send_aborts()
-        self._release_all()
+    def _on_met_late(self, event: Met) -> None:
+        if not self._known:
+            w = self._writers.setdefault(event.peer, Writer(event.peer, Rank(len(self._writers))))
+            w.lost = False
+            self._abort(w)
 
     def _on_answer_abort(self, event: StagingRequest) -> None:
         w = self._writer(event)
@@ -182,9 +190,7 @@ class DrainingRoom(Machine[Receiving]):
         self._release_all()
 
     def _on_lost_late(self, event: Lost) -> None:
-        if not self._writers:
-            self.state = Receiving.CLOSED
-            return
+        self._known |= not event.peer  # no further prefill rank will come
         self._on_lost_placed(event)
         self._release_all()
 
@@ -194,6 +200,8 @@ class DrainingRoom(Machine[Receiving]):
 
     def _on_tick_draining(self, event: Tick) -> None:
         self._out += self._repeat.tick(self.now)
+        if self.now >= self._until:
+            self.state = Receiving.CLOSED
 
     # Names and frames.
 

@@ -27,7 +27,6 @@ from ...errors import AbortedError, About, DeadlineError, GeometryError, Integri
 from ...ids import Epoch, Generation, RoomId
 from ...planning import Intake, RowRange, Segment
 from ..base import (
-    AskAgain,
     Awaited,
     Cancel,
     CastVote,
@@ -36,6 +35,7 @@ from ..base import (
     Introduced,
     Leased,
     Lost,
+    Met,
     Options,
     Phase,
     Prepare,
@@ -89,7 +89,6 @@ class ReceiveRoom(DrainingRoom):
         source: str = "",
     ) -> None:
         super().__init__(room, generation, epoch, options, tag, source)
-        self._options = options
         self._deadline = now + options.total_s
         self._claim_by = inf
         self._awaited: Awaited | None = None
@@ -139,10 +138,9 @@ class ReceiveRoom(DrainingRoom):
     def next_at(self) -> float | None:
         """When a Tick is due."""
         soonest = self._repeat.next_at()
-        if self.state in (Receiving.OPENED, Receiving.MOVING, Receiving.PLACED):
-            due = min(self._deadline, self._claim_by)
-            return due if soonest is None else min(soonest, due)
-        return soonest
+        live = self.state in (Receiving.OPENED, Receiving.MOVING, Receiving.PLACED)
+        due = min(self._deadline, self._claim_by) if live else self._until
+        return soonest if due == inf else min(due, inf if soonest is None else soonest)
 
     # Beginning.
 
@@ -186,7 +184,7 @@ class ReceiveRoom(DrainingRoom):
         )
         self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 
-    def _on_ask_again(self, event: AskAgain) -> None:
+    def _on_met(self, event: Met) -> None:
         assert self._awaited is not None
         w = self._writers.get(event.peer)
         if w is not None and not w.complete:
@@ -413,7 +411,6 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_decided(self, event: Decided) -> None:
         if not event.ok or self.state is not Receiving.PLACED:
-            self._declined = True
             why = "the others agree without this rank" if event.ok else f"another rank failed: {event.reason}"
             self._fail(AbortedError(f"{self._name()}: {why}"))
             return
@@ -427,7 +424,6 @@ class ReceiveRoom(DrainingRoom):
         writers = self._writers.values()
         if self.now >= self._deadline:
             where = waited_for(writers) if writers else "the prefill ranks were not found"
-            self._declined = True
             late = f"{self._name()}: not complete within {self._options.total_s:g} s: {where}"
             self._fail(DeadlineError(late, instance=self.source))
         elif self.now >= self._claim_by:
@@ -466,7 +462,6 @@ class ReceiveRoom(DrainingRoom):
             self._fail(ours(event.error, self._name(), **known))
 
     def _on_cancel(self, event: Cancel) -> None:
-        self._declined = True
         self._fail(ours(event.error, self._name()))
 
     def _send_landed(self, w: Writer, segment: Segment) -> None:

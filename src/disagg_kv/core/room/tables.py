@@ -18,7 +18,6 @@ from typing import TypeVar
 from attrs import field, frozen
 
 from ..base import (
-    AskAgain,
     Awaited,
     Cancel,
     Decided,
@@ -27,6 +26,7 @@ from ..base import (
     Introduced,
     Leased,
     Lost,
+    Met,
     Offered,
     Quiet,
     Scattered,
@@ -113,7 +113,7 @@ RECEIVING: Table = _table(
         R.OPENED: {
             Awaited: ("awaited", (R.OPENED, R.MOVING)),
             Introduced: ("introduced", (R.OPENED, R.MOVING)),
-            AskAgain: ("ignore", ()),
+            Met: ("ignore", ()),
             Expected: ("ignore", ()),
             StagingRequest: ("ignore", ()),
             Return: ("ignore", ()),
@@ -128,7 +128,7 @@ RECEIVING: Table = _table(
             Tick: ("tick", (R.OPENED, *_FAILS)),
         },
         R.MOVING: {
-            AskAgain: ("ask_again", ()),
+            Met: ("met", ()),
             Expected: ("expected", (R.MOVING, R.PLACED, *_FAILS)),
             StagingRequest: ("request", (R.MOVING, *_FAILS)),
             Return: ("given_back", ()),
@@ -145,7 +145,7 @@ RECEIVING: Table = _table(
             Tick: ("tick", (R.MOVING, *_FAILS)),
         },
         R.PLACED: {
-            AskAgain: ("ignore", ()),
+            Met: ("ignore", ()),
             Expected: ("ignore", ()),
             StagingRequest: ("answer_placed", ()),
             Return: ("ignore", ()),
@@ -161,8 +161,7 @@ RECEIVING: Table = _table(
         },
         R.DRAINING: {
             Awaited: ("ignore", ()),
-            Introduced: ("introduced_late", _FAILS),
-            AskAgain: ("ignore", ()),
+            Met: ("met_late", ()),
             Expected: ("ignore", ()),
             StagingRequest: ("answer_abort", ()),
             Return: ("ignore", ()),
@@ -176,7 +175,7 @@ RECEIVING: Table = _table(
             Gone: ("gone_late", _FAILS),
             Cancel: ("ignore", ()),
             Decided: ("ignore", ()),
-            Tick: ("tick_draining", ()),
+            Tick: ("tick_draining", _FAILS),
         },
     }
 )

@@ -14,6 +14,7 @@ Every method that may let rooms leave returns them. The caller checks that they 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TypeAlias
 
 from attrs import define, field, frozen
@@ -110,11 +111,20 @@ class Discovery:
                 del self._instances[source]
             elif instance.look_at <= self._loop.now:
                 outcomes += self._find(source, instance)
+            while self._until(instance) <= self._loop.now:
+                room = instance.waiting.pop(next(iter(instance.waiting)))
+                outcomes.append(Unreachable(room, self._not_found(room)))
+                self._let_go(instance)
         return outcomes
+
+    def _until(self, instance: PrefillInstance) -> float:
+        """When the first room has waited for its whole ``silence_s``; infinity: none waits."""
+        first = next(iter(instance.waiting.values()), None)
+        return inf if first is None else first.opened + self._loop.options.silence_s
 
     def next_at(self) -> float | None:
         """When ``tick`` is due; None: not at all."""
-        return min((instance.look_at for instance in self._instances.values()), default=None)
+        return min((min(one.look_at, self._until(one)) for one in self._instances.values()), default=None)
 
     def on_answer(self, answer: LookupResult) -> Sequence[Outcome]:
         """The rendezvous has answered. Where it failed, rooms keep waiting, and it is asked again."""
@@ -173,7 +183,7 @@ class Discovery:
                 self._loop.peers.release(epoch)
             instance.held.clear()
 
-    def not_found(self, room: DecodeRoom) -> PeerLostError:
+    def _not_found(self, room: DecodeRoom) -> PeerLostError:
         """The error of a room that waited for its whole ``silence_s``."""
         instance = self._instances.get(room.source)
         why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from ...core import ReceiveRoom, Receiving, RoomKey
+from ...core import ReceiveRoom, RoomKey
 from ...core.room.machine import ours
 from ...core.wire.frames import WireFlags
 from ...ids import Rank, room_name
@@ -54,14 +54,6 @@ class DecodeRoom:
                 raise ours(exc, f"{self.name}: the event that its pages wait for failed") from exc
             self.ready = None
         return True
-
-    def next_at(self, search_s: float) -> float | None:
-        """When something is due: a deadline, a repeat, or the end of a search of ``search_s`` for its prefill ranks."""
-        due, machine = self.machine.next_at(), self.machine
-        if machine.writers or machine.state is Receiving.CLOSED:
-            return due
-        unfound = self.opened + search_s
-        return unfound if due is None else min(due, unfound)
 
     @property
     def name(self) -> str:

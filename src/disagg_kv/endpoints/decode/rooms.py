@@ -6,10 +6,10 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from math import inf
 
 from ...core import (
-    AskAgain,
     Cancel,
     CastVote,
     Decided,
@@ -19,6 +19,7 @@ from ...core import (
     Introduced,
     Leased,
     Lost,
+    Met,
     Options,
     Prepare,
     Quarantine,
@@ -46,6 +47,7 @@ from ...rendezvous import Source
 from ...staging import GrantQueue, Lease
 from ...trace import Span
 from ...transports import Settled, WriteEnded
+from ..arrivals import Arrivals
 from ..handle import ChangeQueue
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
@@ -53,9 +55,7 @@ from ..peers.handshake import RemoteEndpoint
 from ..peers.peer_registry import HeldMemory
 from ..peers.used_peers import UsedPeers
 from ..spans import room_span
-from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
-from .ended import answer_ended
 from .expecting import PendingExpectations
 from .flags import RoomFlags
 from .handle import CheckedExpectation, ReceptionHandle
@@ -106,7 +106,9 @@ class DecodeSide:
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
         self._handling = False
-        self._cancelled = CancelledBeforeOpen(loop)
+        self._arrivals = Arrivals(loop, self._receipts.send)
+        self._unmet: dict[Source, dict[RoomKey, DecodeRoom]] = {}
+        self._lingering: set[RoomKey] = set()
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
         self._used = UsedPeers(loop.peers)
@@ -117,8 +119,8 @@ class DecodeSide:
 
     @property
     def open_rooms(self) -> int:
-        """Rooms that are not forgotten yet."""
-        return len(self._rooms)
+        """Rooms that are not forgotten yet; of those that failed because prefill was not found, nothing is awaited."""
+        return len(self._rooms) - len(self._lingering)
 
     def inspect(self) -> DecodeInspection:
         """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
@@ -169,7 +171,12 @@ class DecodeSide:
             if self._rooms.get(room.key) is not room:
                 continue
             if isinstance(outcome, Unreachable):
-                self._handle(room, Lost(Epoch(b""), outcome.error))
+                if room.machine.error is None:
+                    self._handle(room, Lost(Epoch(b""), outcome.error))
+                self._lingering.add(room.key)  # the ranks that come all the same learn that it has failed
+                continue
+            if (error := room.machine.error) is not None:
+                self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
                 continue
             try:
                 check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
@@ -194,6 +201,20 @@ class DecodeSide:
             self._expectations.add(room)
             self._ask()
 
+    def _inform(self, *sources: Source) -> None:
+        """Prefill ranks that are there, or cannot work with us, learn which rooms failed before they were known.
+
+        Who has learned of a room has learned of all earlier ones of the source, so no room costs more because of them.
+        """
+        loop = self._loop
+        for source in sources:
+            there = [remote.epoch for remote in loop.remotes.values() if remote.hello.instance == source.instance]
+            useless = (loop.peers.useless_at(address, loop.now) for address in loop.directory.known(source) or ())
+            for epoch in [*there, *filter(None, useless)]:
+                rooms = takewhile(partial(_not_informed, epoch), reversed(self._unmet[source].values()))
+                for room in reversed(list(rooms)):
+                    self._handle(room, Met(epoch))
+
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._take_found(self._discovery.on_answer(answer))
@@ -202,18 +223,18 @@ class DecodeSide:
         """A prefill rank is connected."""
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
-        self._say(self._cancelled.met(remote))
+        self._inform(*self._unmet)
         self._take_found(self._discovery.on_up(remote.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:
         """A peer greets again: it may have lost this endpoint, and have failed rooms that wait here."""
         for room in self._with(epoch):
-            self._handle(room, AskAgain(epoch))
+            self._handle(room, Met(epoch))
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """A prefill rank cannot be connected: rooms that wait for it fail, and it learns that."""
+        self._inform(*self._unmet)
         self._take_found(self._discovery.on_unreachable(address, error))
-        self._say(self._cancelled.unreachable(address))
 
     def on_lost(self, lost: Lost) -> None:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
@@ -259,8 +280,7 @@ class DecodeSide:
                 registry = self._loop.peer_registry
                 self._handle(room, Cancel(exc.about(registry.name(epoch), **registry.who(epoch))))
         elif room is None or room.machine.error is not None:
-            # Also from a rank that was notified of a declined room, and is not one of the ranks that were found then.
-            answer_ended(self._loop, self._cancelled, self._receipts, frame)
+            self._arrivals.answer(frame)
         else:
             self._loop.observer.count("frames.not_a_writer")
 
@@ -280,10 +300,6 @@ class DecodeSide:
     def on_ticket(self, event: WriteEnded | Settled) -> None:
         """Decode posts nothing."""
         raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
-
-    def _say(self, sends: Sequence[Send]) -> None:
-        for send in sends:
-            self._loop.send(send)
 
     # Effects.
 
@@ -345,7 +361,8 @@ class DecodeSide:
         if vote.ok and any(other is room and not later.ok for other, later in self._votes):
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
-            self._say(self._cancelled.add(room.key, room.source, vote.reason, room.machine.tag))
+            self._unmet.setdefault(room.source, {})[room.key] = room
+            self._inform(room.source)
         if vote.ok and room.handle.report.placed is None:
             room.handle.report.placed = self._loop.clock()
         self._loop.vote(room.key, vote.ok, vote.reason)
@@ -432,13 +449,17 @@ class DecodeSide:
         if self._rooms.get(room.key) is not room:
             return
         if machine.state is not Receiving.CLOSED:
-            self._timers.by(room.key, room.next_at(self._loop.options.silence_s))
+            self._timers.by(room.key, machine.next_at())
         else:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
             self._used.forget(room.key)
             self.flags.ended(room)
             self._discovery.forget(room)
+            self._lingering.discard(room.key)
+            unmet = self._unmet.get(room.source, {})
+            if unmet.pop(room.key, None) is not None and not unmet:
+                del self._unmet[room.source]
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
             if self._loop.observed:
@@ -461,11 +482,7 @@ class DecodeSide:
         now, peers = self._loop.now, self._loop.peers
         self._take_found(self._discovery.tick())
         for key in self._timers.due(now):
-            room = self._rooms.get(key)
-            if room is not None:
-                self._handle(room, Tick())
-                self._check_found(room, now)
-        self._say(self._cancelled.tick(now))
+            self._handle(self._rooms[key], Tick())
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in dict.fromkeys((*self._queue.active, *self._suspended)):
@@ -477,11 +494,6 @@ class DecodeSide:
                     self._queue.suspend(epoch)
             self._grant()
 
-    def _check_found(self, room: DecodeRoom, now: float) -> None:
-        if room.machine.writers or now < room.opened + self._loop.options.silence_s:
-            return
-        self._handle(room, Lost(Epoch(b""), self._discovery.not_found(room)))
-
     @property
     def patience_s(self) -> float:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`: decode's forward passes are not announced."""
@@ -489,7 +501,7 @@ class DecodeSide:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = [self._timers.next_at(), self._scatters.ready_at, self._cancelled.next_at(), self._discovery.next_at()]
+        times = [self._timers.next_at(), self._scatters.ready_at, self._discovery.next_at()]
         if self._queue.waiting:
             times.append(self._lively_at)
         return min((t for t in times if t is not None), default=None)
@@ -504,7 +516,7 @@ class DecodeSide:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._queue.check_integrity()
         self.flags.check_integrity(self._rooms.values())
-        self._cancelled.check_integrity()
+        assert self._lingering <= {key for rooms in self._unmet.values() for key in rooms} <= self._rooms.keys()
         for room in self._rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()
@@ -513,3 +525,7 @@ class DecodeSide:
 
 def _key(frame: RoomFrame) -> RoomKey:
     return RoomKey(RoomId(frame.room), Generation(frame.generation))
+
+
+def _not_informed(epoch: Epoch, room: DecodeRoom) -> bool:
+    return epoch not in room.machine.writers

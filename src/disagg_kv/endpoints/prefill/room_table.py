@@ -6,19 +6,18 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ...core import CastVote, Effect, Granted, Phase, RoomKey, RoomOutcome, Send, SendRoom, Transfer
+from ...core.room.flow import room_head
 from ...core.room.machine import ours
 from ...core.timers import Timers
-from ...core.wire.frames import words
+from ...core.wire.frames import Abort, words
 from ...errors import LocalProtocolError
 from ...ids import Epoch, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
+from ..arrivals import Arrivals
 from ..handle import ChangeQueue, HostEvent
 from ..loop.event_loop import EventLoop
 from ..peers.used_peers import UsedPeers
 from ..spans import room_span
-from .answers import EarlyAnswers
-from .early import EarlyArrivals
-from .ended_early import EndedEarly
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
 from .passes import PassTimes
 from .room import PrefillRoom
@@ -43,14 +42,12 @@ class PrefillRooms:
         self._changes = changes
         self._throughput = throughput
         self.transfers = transfers
-        self._early = EarlyArrivals(loop.options)
-        self._answers = EarlyAnswers(loop, self._early)
-        self._ended_early = EndedEarly(loop.options)
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
         self._tokenless = frozenset(site.shard.layers()) - tokens
         self.row_layers = frozenset(tokens)
         self._newest: dict[RoomId, PrefillRoom] = {}
+        self._arrivals = Arrivals(loop, loop.send, self._newest)
         self._rooms: dict[RoomKey, PrefillRoom] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
@@ -245,9 +242,7 @@ class PrefillRooms:
             loop.remember([epoch], RoomKey(name, flow.generation), ended)
         incomplete = machine.world is None or len(machine.flows) < machine.world
         if machine.error is not None and incomplete:
-            self._ended_early.add(name, words(machine.error), loop.now)
-            for expect in self._early.take(name):
-                # It came when the room had failed, and was not yet forgotten: it is answered now.
-                self._answers.refuse(expect, self._ended_early.reason(name, expect.tag) or words(machine.error))
+            own = room_head(loop.me.epoch, loop.me.epoch, name, room.key.generation)
+            self._arrivals.over(Abort(**own, reason=words(machine.error)))
         if loop.observed:
             loop.observer.span(room_span(name, room.opened, loop.now, room.handle.report, machine.error))

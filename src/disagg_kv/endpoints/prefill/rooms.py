@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import partial
 from math import inf
 
-from ...core import Decided, Gone, Lost, Options, RoomFrame, RoomKey, RoomOutcome, Send, SendRoom
+from ...core import Decided, Gone, Lost, Options, RoomFrame, RoomKey, Send, SendRoom
 from ...core.base import tags_differ
 from ...core.room.flow import room_head
 from ...core.room.machine import ours
 from ...core.verdict.elected import USED_TWICE
-from ...core.wire.frames import Abort, Drained, Expect, Expected
-from ...core.wire.page_runs import check_tables
+from ...core.wire.frames import Abort, Expect, Expected
 from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
 from ...transports import Settled, WriteEnded
+from ..arrivals import Absent
 from ..handle import ChangeQueue
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
@@ -61,14 +61,14 @@ class PrefillSide(PrefillRooms):
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
         self._loop.vote(key, None, "")
-        reason = self._ended_early.reason(key.room, tag)
+        reason = self._arrivals.reason(key.room, tag)
         over = None if reason is None else AbortedError(f"{room_name(key.room)}: {reason}")
         if (error := self._loop.succession.error() or over) is not None:
             self._apply(room, machine.cancel(error, now))
-        for expect in self._early.take(key.room):
+        for expect in self._arrivals.parked(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
-            if not self._loop.link_again(expect, partial(self._on_expect, parked=True)):
-                self._on_expect(expect, parked=True)
+            if not self._loop.link_again(expect, self._on_expect):
+                self._on_expect(expect)
 
     # Frames.
 
@@ -87,85 +87,48 @@ class PrefillSide(PrefillRooms):
             self._on_expect(frame)
         elif isinstance(frame, Abort):
             self._on_abort(frame)
-        elif self._loop.tombstones.outcome(epoch, Generation(frame.generation)) in (None, RoomOutcome.EVICTED):
-            self._loop.observer.count("frames.unknown_room")
+        else:
+            self._arrivals.answer(frame)
 
-    def _on_expect(self, frame: Expect, *, parked: bool = False) -> None:
-        loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
-        ended = loop.tombstones.outcome(epoch, Generation(frame.generation))
-        if ended is RoomOutcome.EVICTED:
-            # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
-            loop.observer.count("frames.evicted_room")
-            ended = None if parked or (name, epoch) in self._early else ended
-        room, reason = self._newest.get(name), self._ended_early.reason(name, frame.tag)
+    def _on_expect(self, frame: Expect) -> None:
+        room, joins = self._newest.get(RoomId(frame.room)), self._arrivals.state(frame) is Absent.OPEN
         if room is not None and tags_differ(frame.tag, room.tag):
             # Another instance means another request: it ends there alone.
-            loop.observer.count("frames.other_tag")
-            self._answers.refuse(frame, "another tag", room.tag)
-            return
-        if ended is not None:
-            reason = reason or "the room has ended"
-        elif room is not None:
-            reason = USED_TWICE if epoch in room.machine.flows else None
-        if reason is not None:
-            self._early.pop(name, epoch)
-            self._answers.refuse(frame, reason)
-            return
-        try:
-            check_tables(frame.tables or (), loop.options.request_pages)
-        except RemoteProtocolError as exc:
-            self._refuse(frame, exc)
-            return
-        if room is not None and not room.machine.released:
+            self._loop.observer.count("frames.other_tag")
+            self._arrivals.refuse(frame, "another tag", room.tag)
+        elif room is not None and joins and frame.src in room.machine.flows:
+            self._arrivals.refuse(frame, USED_TWICE)
+        elif room is not None and joins and not room.machine.released:
             self._begin(room, frame)
         else:
-            self._answers.park(frame)
+            self._arrivals.answer(frame)
 
-    def _refuse(self, frame: Expect, error: RemoteProtocolError) -> None:
-        """A decode rank awaits what cannot be: its room ends, and ours, if it may have that."""
-        loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
-        error, room, remote = self._answers.blame(frame, error), self._newest.get(name), loop.remotes.get(epoch)
-        self._early.pop(name, epoch)
-        if room is None or room.machine.released or remote is None or tags_differ(frame.tag, room.tag):
-            self._answers.refuse(frame, error)
-        elif (other := taken(tuple(room.routes.values()), remote)) is not None:
-            self._answers.refuse(frame, other)
-        else:
-            generation = self._join(room, frame)
-            self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
-
-    def _join(self, room: PrefillRoom, frame: Expect) -> Generation:
+    def _join(self, room: PrefillRoom, frame: Expect | Abort) -> Generation:
         """From now on a decode rank's frames about a room are the room's."""
         epoch = Epoch(frame.src)
+        self._arrivals.forget(room.key.room, epoch)
         self._flows[room.key.room, epoch, frame.generation] = room
         self._used.use(epoch, room.key, self._loop.now)
         return Generation(frame.generation)
 
     def _on_abort(self, frame: Abort) -> None:
-        loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
-        generation = Generation(frame.generation)
-        self._early.pop(name, epoch)
-        room = self._newest.get(name)
-        if loop.tombstones.outcome(epoch, generation) is None:
-            other = room is not None and tags_differ(frame.tag, room.tag)
+        loop, epoch, room = self._loop, Epoch(frame.src), self._newest.get(RoomId(frame.room))
+        if (
+            room is None
+            or room.machine.released
+            or epoch in room.machine.flows
+            or tags_differ(frame.tag, room.tag)
             # Who cannot work with us has nothing to say about a room that another instance has.
-            other |= room is not None and bool(room.machine.flows) and loop.peers.refused(epoch) is not None
-            if room is not None and not other and not room.machine.released and epoch not in room.machine.flows:
-                self._flows[(name, epoch, generation)] = room
-                self._used.use(epoch, room.key, loop.now)
-                self._apply(room, room.machine.decline(epoch, generation, frame, loop.now))
-                if epoch not in loop.remotes:
-                    # Lost already, or it could not be connected: it acknowledges nothing.
-                    lost = PeerLostError(f"{loop.peer_registry.name(epoch)} is lost", epoch=epoch)
-                    self._apply(room, room.machine.handle(epoch, Lost(epoch, lost), loop.now))
-                return
-            loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
-            if room is None:
-                self._ended_early.add(name, f"decode gave up: {frame.reason}", loop.now, frame.tag)
-                for parked in self._early.take(name):
-                    self._on_expect(parked, parked=True)  # of its other ranks: they learn it now
-        head = room_head(loop.me.epoch, epoch, name, generation)
-        loop.send(Send(epoch, Drained(**head, reason=frame.reason)))
+            or (room.machine.flows and loop.peers.refused(epoch) is not None)
+            or self._arrivals.state(frame) is not Absent.OPEN
+        ):
+            self._arrivals.answer(frame)
+            return
+        self._apply(room, room.machine.decline(epoch, self._join(room, frame), frame, loop.now))
+        if epoch not in loop.remotes:
+            # Lost already, or it could not be connected: it acknowledges nothing.
+            lost = PeerLostError(f"{loop.peer_registry.name(epoch)} is lost", epoch=epoch)
+            self._apply(room, room.machine.handle(epoch, Lost(epoch, lost), loop.now))
 
     def _begin(self, room: PrefillRoom, frame: Expect) -> None:
         """A decode rank awaits an open room: decide how its bytes cross."""
@@ -176,7 +139,7 @@ class PrefillSide(PrefillRooms):
             return
         other = taken(tuple(room.routes.values()), remote)
         if other is not None:
-            self._answers.refuse(frame, other)
+            self._arrivals.refuse(frame, other)
             return
         generation = self._join(room, frame)
         head = room_head(loop.me.epoch, epoch, name, generation)
@@ -301,13 +264,12 @@ class PrefillSide(PrefillRooms):
         self._advance(self.transfers.look_at_failed)
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
-        self._early.expire(now)
-        self._ended_early.expire(now)
+        self._arrivals.tick()
         self.quarantined_slots = self.transfers.writes.slots_of(self._failed) if self._failed else 0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = (self._timers.next_at(), self._early.next_at(), self._ended_early.next_at())
+        times = self._timers.next_at(), self._arrivals.next_at()
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
@@ -319,7 +281,7 @@ class PrefillSide(PrefillRooms):
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self.transfers.check_integrity()
-        self._early.check_integrity()
+        self._arrivals.check_integrity()
         hopeful = {room for room in self._rooms.values() if room.machine.error is None}
         self.transfers.prepared.check_integrity(hopeful)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
