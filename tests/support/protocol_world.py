@@ -22,6 +22,7 @@ from disagg_kv.core import (
     Gone,
     Introduced,
     Lost,
+    Met,
     Options,
     Phase,
     Quiet,
@@ -251,12 +252,14 @@ class World:
 
         def introduces() -> None:
             key = attempt.keys["decode", node.rank]
-            dead = next((p for p in self.prefill if p.dead), None)
-            if dead is not None:
-                node.handle(key, Lost(dead.epoch, PeerLostError("nobody answers")))
-            else:
-                writers = tuple(p.epoch for p in self.prefill)
-                node.handle(key, Introduced(writers, self.intakes[node.rank]))
+            there = tuple(p.epoch for p in self.prefill if not p.dead)
+            room = node.rooms.get(key)
+            if room is not None and room.error is None and len(there) == len(self.prefill):
+                node.handle(key, Introduced(there, self.intakes[node.rank]))
+                return
+            nobody = Lost(Epoch(b""), PeerLostError("nobody answers"))
+            for event in (nobody, *map(Met, there), nobody):
+                node.handle(key, event)
 
         rest = [awaits, introduces]
         self.random.shuffle(rest)
