@@ -1,14 +1,14 @@
 """Rooms that are not open here, by peer: the other side has come first, or the room has ended.
 
 Theory of operation. :class:`Arrivals` keeps what peers said about rooms that prefill's engine has not opened: an
-``Expect`` waits until the room opens, and an ``Abort`` for whoever comes later. It answers each frame that no open room
-takes: :data:`PREFILL` and :data:`DECODE` name the method for each pair of state and frame.
+``Expect`` waits until the room opens, and an ``Abort`` for those who come later. It answers each frame that no open
+room takes: :data:`PREFILL` and :data:`DECODE` name the method for each pair of state and frame.
 
 * ``OPEN``: prefill's engine has opened the room, and this peer's part of it has not begun.
 * ``NEW``: nothing is known of it. ``PARKED``: the peer's ``Expect`` waits. Late frames of others are only counted.
 * ``OVER``: it ended before both sides had met. Decode gave it up before prefill opened it, or it failed on prefill
   before every decode rank had asked for it. Who comes later is refused with the reason.
-* ``DONE``, ``FAILED``, ``EVICTED``: so says the tombstone of the peer's number. The room stays ended.
+* A :class:`~disagg_kv.core.RoomOutcome`: so says the tombstone of the peer's number. The room stays ended.
 """
 
 from __future__ import annotations
@@ -50,19 +50,16 @@ PLACE = 16_384
 
 
 class Absent(Enum):
-    """A room that a peer names, and has not here."""
+    """A room that a peer names, and that has no end here yet."""
 
     OPEN = "open"
     NEW = "new"
     PARKED = "parked"
     OVER = "over"
-    DONE = "done"
-    FAILED = "failed"
-    EVICTED = "evicted"
 
 
-A = Absent
-Table = Mapping[Absent, Mapping[type[RoomFrame], str]]
+A, ENDED = Absent, RoomOutcome
+Table = Mapping[Absent | RoomOutcome, Mapping[type[RoomFrame], str]]
 """The method that answers; a frame that is not there is counted, unless the room has ended."""
 
 PREFILL: Table = {
@@ -70,17 +67,17 @@ PREFILL: Table = {
     A.NEW: {Expect: "park", Abort: "give_up"},
     A.PARKED: {Expect: "park", Abort: "give_up"},
     A.OVER: {Expect: "refuse", Abort: "give_up"},
-    A.DONE: {Expect: "refuse", Abort: "drain"},
-    A.FAILED: {Expect: "refuse", Abort: "drain"},
-    A.EVICTED: {Expect: "refuse", Abort: "drain"},
+    ENDED.DONE: {Expect: "refuse", Abort: "drain"},
+    ENDED.FAILED: {Expect: "refuse", Abort: "drain"},
+    ENDED.EVICTED: {Expect: "refuse", Abort: "drain"},
 }
 
 _ACKNOWLEDGED: Mapping[type[RoomFrame], str] = {Abort: "acknowledge", Drained: "acknowledge"}
 DECODE: Table = {
     A.NEW: _ACKNOWLEDGED,
-    A.DONE: {**_ACKNOWLEDGED, StagingRequest: "land", ChunkReady: "land", Done: "acknowledge"},
-    A.FAILED: {**_ACKNOWLEDGED, **dict.fromkeys((Expected, StagingRequest, Return, ChunkReady, Done), "abort")},
-    A.EVICTED: _ACKNOWLEDGED,
+    ENDED.DONE: {**_ACKNOWLEDGED, StagingRequest: "land", ChunkReady: "land", Done: "acknowledge"},
+    ENDED.FAILED: {**_ACKNOWLEDGED, **dict.fromkeys((Expected, StagingRequest, Return, ChunkReady, Done), "abort")},
+    ENDED.EVICTED: _ACKNOWLEDGED,
 }
 ACKNOWLEDGEMENTS: Mapping[type[RoomFrame], type[RoomFrame]] = {Abort: AbortAck, Drained: DrainedAck, Done: Complete}
 
@@ -113,17 +110,17 @@ class Arrivals:
         state = self.state(frame)
         if (action := self._table[state].get(type(frame))) is not None:
             getattr(self, f"_{action}")(frame)
-        elif state not in (A.DONE, A.FAILED):
+        elif state not in (ENDED.DONE, ENDED.FAILED):
             self._loop.observer.count("frames.unknown_room")
 
-    def state(self, frame: RoomFrame) -> Absent:
+    def state(self, frame: RoomFrame) -> Absent | RoomOutcome:
         """What is known of the room of a frame, for its sender."""
         room, epoch = RoomId(frame.room), Epoch(frame.src)
         parked = isinstance(self._kept.get(room, {}).get(epoch), Expect)
         ended = self._loop.tombstones.outcome(epoch, Generation(frame.generation))
         # A number that is too old to be known may be slow. What is parked has not ended; others must not begin.
         if ended is not None and not (parked and ended is RoomOutcome.EVICTED):
-            return Absent(ended.value)
+            return ended
         if isinstance(frame, Expect | Abort) and self.reason(room, frame.tag) is not None:
             return A.OVER
         if room in self._opened:

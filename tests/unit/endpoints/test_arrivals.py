@@ -31,19 +31,20 @@ Answers = dict[type[RoomFrame], type[RoomFrame]]
 REFUSES: Answers = {f.Expect: f.Abort, f.Abort: f.Drained}
 PARKS: Answers = {f.Expect: f.Expected, f.Abort: f.Drained}
 ACKNOWLEDGES: Answers = {f.Abort: f.AbortAck, f.Drained: f.DrainedAck}
-ANSWERS: dict[tuple[str, Absent], Answers] = {
+ANSWERS: dict[tuple[str, Absent | RoomOutcome], Answers] = {
     ("prefill", Absent.OPEN): PARKS,
     ("prefill", Absent.NEW): PARKS,
     ("prefill", Absent.PARKED): PARKS,
     ("prefill", Absent.OVER): REFUSES,
-    ("prefill", Absent.DONE): REFUSES,
-    ("prefill", Absent.FAILED): REFUSES,
-    ("prefill", Absent.EVICTED): REFUSES,
+    ("prefill", RoomOutcome.DONE): REFUSES,
+    ("prefill", RoomOutcome.FAILED): REFUSES,
+    ("prefill", RoomOutcome.EVICTED): REFUSES,
     ("decode", Absent.NEW): ACKNOWLEDGES,
-    ("decode", Absent.DONE): ACKNOWLEDGES | {f.StagingRequest: f.Landed, f.ChunkReady: f.Landed, f.Done: f.Complete},
-    ("decode", Absent.FAILED): ACKNOWLEDGES
+    ("decode", RoomOutcome.DONE): ACKNOWLEDGES
+    | {f.StagingRequest: f.Landed, f.ChunkReady: f.Landed, f.Done: f.Complete},
+    ("decode", RoomOutcome.FAILED): ACKNOWLEDGES
     | dict.fromkeys((f.Expected, f.StagingRequest, f.Return, f.ChunkReady, f.Done), f.Abort),
-    ("decode", Absent.EVICTED): ACKNOWLEDGES,
+    ("decode", RoomOutcome.EVICTED): ACKNOWLEDGES,
 }
 """By role and state: the answer to a frame; other frames get none."""
 MET: dict[str, set[type[RoomFrame]]] = {
@@ -111,24 +112,24 @@ def parks(kept: Arrivals, loop: Loop, frame: f.Expect) -> bool:
     return answers(loop) == [(Epoch(frame.src), f.Expected)]
 
 
-def in_state(role: str, state: Absent) -> tuple[Loop, Arrivals]:
+def in_state(role: str, state: Absent | RoomOutcome) -> tuple[Loop, Arrivals]:
     """A loop that knows of a room of A what the state says."""
-    loop = Loop(role, tombstones=Tombstones(generations=2 if state is Absent.EVICTED else 64))
+    loop = Loop(role, tombstones=Tombstones(generations=2 if state is RoomOutcome.EVICTED else 64))
     kept = arrivals(loop, {ROOM} if state is Absent.OPEN else ())
     if state is Absent.PARKED:
         kept.answer(expect(generation=int(LATE)))
     elif state is Absent.OVER:
         kept.answer(abort(peer=B))
-    elif state in (Absent.DONE, Absent.FAILED):
+    elif state in (RoomOutcome.DONE, RoomOutcome.FAILED):
         loop.tombstones.remember(A, LATE, RoomOutcome(state.value))
-    elif state is Absent.EVICTED:
+    elif state is RoomOutcome.EVICTED:
         loop.tombstones.remember(A, Generation(LATE + 9), RoomOutcome.DONE)
     loop.sent.clear()
     return loop, kept
 
 
 @pytest.mark.parametrize(("role", "state"), ANSWERS, ids=str)
-def test_every_frame_about_a_room_that_is_not_here_gets_its_answer(role: str, state: Absent) -> None:
+def test_every_frame_about_a_room_that_is_not_here_gets_its_answer(role: str, state: Absent | RoomOutcome) -> None:
     """And nothing else; what gets none is counted, unless the room is known to have ended."""
     for frame in few_about(room_head(A, US, ROOM, LATE), *MET[role]):
         loop, kept = in_state(role, state)
@@ -138,17 +139,17 @@ def test_every_frame_about_a_room_that_is_not_here_gets_its_answer(role: str, st
         kept.check_integrity()
         wanted = ANSWERS[role, state].get(type(frame))
         assert answers(loop) == ([] if wanted is None else [(A, wanted)]), frame
-        counted = wanted is None and state not in (Absent.DONE, Absent.FAILED)
+        counted = wanted is None and state not in (RoomOutcome.DONE, RoomOutcome.FAILED)
         assert loop.observer.counters["frames.unknown_room"] == counted
 
 
 @pytest.mark.parametrize("state", [Absent.NEW, Absent.PARKED, Absent.OVER])
-def test_a_room_that_was_given_up_or_refused_is_not_revived(state: Absent) -> None:
+def test_a_room_that_was_given_up_or_refused_is_not_revived(state: Absent | RoomOutcome) -> None:
     _, kept = in_state("prefill", state)
     kept.answer(abort(generation=int(LATE)))
-    assert kept.state(expect(generation=int(LATE))) is Absent.FAILED
+    assert kept.state(expect(generation=int(LATE))) is RoomOutcome.FAILED
     kept.refuse(expect(OTHER, generation=7), "no")
-    assert kept.state(expect(OTHER, generation=7)) is Absent.FAILED
+    assert kept.state(expect(OTHER, generation=7)) is RoomOutcome.FAILED
 
 
 def test_one_that_comes_again_takes_the_place_of_the_earlier_one() -> None:
@@ -239,7 +240,7 @@ def test_what_is_parked_has_not_ended_though_its_number_is_forgotten() -> None:
     loop.tombstones = Tombstones(generations=2)
     loop.tombstones.remember(A, Generation(100), RoomOutcome.DONE)
     assert kept.state(expect(generation=int(LATE))) is Absent.PARKED
-    assert kept.state(expect(OTHER, generation=int(LATE))) is Absent.EVICTED
+    assert kept.state(expect(OTHER, generation=int(LATE))) is RoomOutcome.EVICTED
 
 
 @pytest.mark.parametrize("world", [1, 2])
