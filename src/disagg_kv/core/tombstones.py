@@ -19,9 +19,6 @@ GENERATIONS = 1 << 20
 BLOCK = 1 << 12
 """Generations whose bits are kept together."""
 
-FAILED, DONE = 1, 2
-"""The bits of a room that has ended."""
-
 PEERS = 2048
 """Epochs that are remembered, those of which a room ended last: more than are known at a time."""
 
@@ -32,6 +29,10 @@ class RoomOutcome(Enum):
     DONE = "done"
     FAILED = "failed"
     EVICTED = "evicted"
+
+
+OUTCOMES = (None, RoomOutcome.FAILED, RoomOutcome.DONE)
+"""By the two bits of a room how it ended; None: it has not."""
 
 
 @define
@@ -70,7 +71,7 @@ class Tombstones:
         block, place = divmod(generation, BLOCK)
         before = known.blocks.get(block, 0)
         if before >> 2 * place & 3 == 0:
-            known.blocks[block] = before | (DONE if ended is RoomOutcome.DONE else FAILED) << 2 * place
+            known.blocks[block] = before | OUTCOMES.index(ended) << 2 * place
 
     def outcome(self, peer: Epoch, generation: Generation) -> RoomOutcome | None:
         """How the room ended; None: it has not."""
@@ -80,7 +81,4 @@ class Tombstones:
         if generation <= known.newest - self._generations:
             return RoomOutcome.EVICTED
         block, place = divmod(generation, BLOCK)
-        bits = known.blocks.get(block, 0) >> 2 * place & 3
-        if not bits:
-            return None
-        return RoomOutcome.DONE if bits == DONE else RoomOutcome.FAILED
+        return OUTCOMES[known.blocks.get(block, 0) >> 2 * place & 3]

@@ -105,8 +105,7 @@ class DrainingRoom(Machine[Receiving]):
         self._out.append(CastVote(False, str(error)))
         for w in self._writers.values():
             self._abort(w)
-        if not self._known:
-            self._until = self.now + self._options.silence_s
+        self._until = inf if self._known else self.now + self._options.silence_s
         self._out += [Quarantine(segment) for segment in self.inbound if self.inbound[segment].lease is not None]
         self._release_all()
 

@@ -57,17 +57,8 @@ class PendingExpectations:
         choice, tables = self._choose(room)
         room.path = choice.path
         room.handle.report.path, room.handle.report.reason = choice.path.name, choice.reason
-        return Awaited(
-            wanted.start,
-            wanted.stop,
-            wanted.most,
-            choice.path.name,
-            tables,
-            self._verify,
-            0 if wanted.aux is None else self._pool.aux_bytes,
-            wanted.least,
-            choice.unsegmented,
-        )
+        rows, aux_bytes = (wanted.start, wanted.stop, wanted.most), 0 if wanted.aux is None else self._pool.aux_bytes
+        return Awaited(*rows, choice.path.name, tables, self._verify, aux_bytes, wanted.least, choice.unsegmented)
 
     def _choose(self, room: DecodeRoom) -> tuple[PathChoice, tuple[WireTable, ...] | None]:
         """The path of a room, and its page tables where the path exposes them."""
