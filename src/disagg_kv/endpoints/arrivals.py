@@ -218,8 +218,7 @@ class Arrivals:
     def forget(self, room: RoomId, peer: Epoch) -> None:
         """Drop what a peer said of a room, if anything is kept."""
         kept = self._kept.get(room, {})
-        frame = kept.pop(peer, None)
-        if frame is None:
+        if (frame := kept.pop(peer, None)) is None:
             return
         if not kept:
             del self._kept[room]

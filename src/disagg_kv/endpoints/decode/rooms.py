@@ -269,8 +269,7 @@ class DecodeSide:
     def on_frame(self, frame: RoomFrame) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
-        key = _key(frame)
-        room = self._rooms.get(key)
+        room = self._rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
         if epoch in self._loop.remotes:
             self._learn(epoch, frame)
         if room is not None and epoch in room.machine.writers:
@@ -521,10 +520,6 @@ class DecodeSide:
             if room.machine.now >= since:
                 room.machine.check_integrity()
         self._scatters.check_integrity(self._queue, self._rooms.values())
-
-
-def _key(frame: RoomFrame) -> RoomKey:
-    return RoomKey(RoomId(frame.room), Generation(frame.generation))
 
 
 def _not_informed(epoch: Epoch, room: DecodeRoom) -> bool:
