@@ -1,8 +1,8 @@
 """Finds the prefill instances that rooms wait for.
 
 A room waits here from ``open`` on. It leaves in one of three ways. All ranks of its instance are connected: it is
-:class:`Found`. One of them cannot be connected, or they contradict each other: it is :class:`Unreachable`. Or it ends
-for another reason, such as its deadline, and :meth:`Discovery.forget` removes it.
+:class:`Found`. One of them cannot be connected, they contradict each other, or they are not found within ``silence_s``: it
+is :class:`Unreachable`. Or it ends for another reason, such as its deadline, and :meth:`Discovery.forget` removes it.
 
 The ranks of an instance whose links were dropped are dialled at the addresses that were last known, and the rendezvous
 is not asked. If one of them does not answer there, or another one does, the rendezvous is asked after all. While a room
