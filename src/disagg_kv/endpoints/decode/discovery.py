@@ -1,7 +1,7 @@
 """Finds the prefill instances that rooms wait for.
 
 A room waits here from ``open`` on. It leaves in one of three ways. All ranks of its instance are connected: it is
-:class:`Found`. One of them cannot be connected, they contradict each other, or they are not found within ``silence_s``: it
+:class:`Found`. One of them cannot be connected, they contradict each other, or they are not found in ``silence_s``: it
 is :class:`Unreachable`. Or it ends for another reason, such as its deadline, and :meth:`Discovery.forget` removes it.
 
 The ranks of an instance whose links were dropped are dialled at the addresses that were last known, and the rendezvous
