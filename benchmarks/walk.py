@@ -44,7 +44,10 @@ SIDES = {
     "endpoints/prefill/rooms.py": "rooms",
     "endpoints/prefill/room_table.py": "rooms",
     "endpoints/prefill/transfers.py": "transfers",
-    "endpoints/prefill/writes.py": "transfers",
+    **{
+        f"endpoints/prefill/movers/{name}.py": "transfers"
+        for name in ("direct", "mapped", "posts", "staged", "verified")
+    },
 }
 LIBRARY = f"{Path(disagg_kv.__file__).parent}/"
 MOST_TURNS = 100

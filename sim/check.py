@@ -380,7 +380,9 @@ class Checks:
         check_holders(self._world, node)
         view = node.view
         launches = (
-            view.scatters.prepared if isinstance(view, DecodeInspection) else view.transfers.prepared.gathers.ready
+            view.scatters.prepared
+            if isinstance(view, DecodeInspection)
+            else view.transfers.staged.prepared.gathers.ready
         )
         if len(node.prepared) != len(launches):
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {len(launches)} are known")
@@ -461,13 +463,13 @@ class Checks:
                 }
             else:
                 transfers = view.transfers
-                gathers = transfers.prepared.gathers
+                gathers, mapped = transfers.staged.prepared.gathers, transfers.mapped
                 left |= {
-                    "slots": transfers.slots.held,
-                    "transfers": len(transfers.pending),
-                    "posts": len(transfers.posts),
-                    "gathers": len(transfers.gathers),
-                    "copies": len(transfers.copies.running) + len(transfers.copies.failed),
+                    "slots": transfers.staged.slots.held,
+                    "transfers": sum(len(one.lines.of) for one in (transfers.staged, transfers.direct, mapped)),
+                    "posts": len(transfers.posts.tickets),
+                    "gathers": len(transfers.staged.gathering),
+                    "copies": len(mapped.running) + len(mapped.failed),
                     "flows": len(view.flows),
                     "newest": len(view.newest),
                     "prepared": len(node.prepared) + len(gathers.waiting) + len(gathers.ready),

@@ -88,12 +88,12 @@ def _decode(node: SimNode, view: DecodeInspection) -> Iterator[Piece]:
 def _prefill(view: PrefillInspection) -> Iterator[Piece]:
     transfers = view.transfers
     failed = {key for key, room in view.rooms.items() if room.machine.error is not None}
-    for slot in transfers.slots:
+    for slot in transfers.staged.slots:
         for post in slot.pins:
             if post.room.key in failed or post.room.key not in view.rooms:
-                yield post.transfer.to, post.room.key.room, 0, 0, transfers.slots.slot_bytes
-    copies = (post for one in (*transfers.copies.running, *transfers.copies.failed) for post in one.posts)
-    direct = (post for post in transfers.posts.values() if post.slot is None)
+                yield post.transfer.to, post.room.key.room, 0, 0, transfers.staged.slots.slot_bytes
+    copies = (post for one in (*transfers.mapped.running, *transfers.mapped.failed) for post in one.posts)
+    direct = (post for post in transfers.posts.tickets.values() if post.slot is None)
     for post in {id(post): post for post in (*direct, *copies)}.values():
         if post.room.key in failed or post.room.key not in view.rooms:
             yield post.transfer.to, post.room.key.room, 0, post.transfer.nbytes, 0

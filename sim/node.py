@@ -17,7 +17,6 @@ from disagg_kv.endpoints.peers.background import Background
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.endpoints.prefill.inspection import PrefillInspection
 from disagg_kv.errors import DisaggKVError, PeerLostError, TransportError
-from disagg_kv.strategies import maps_pages
 from disagg_kv.trace import Observer, Span
 from disagg_kv.transports.process import Process
 
@@ -127,7 +126,8 @@ class SimNode(SimProcess):
             )  # fmt: skip
             self.endpoint, self.view = prefill, prefill.inspect()
             transfers = self.view.transfers
-            self._unprepared = (transfers.pending, transfers.prepared.gathers.waiting)
+            lines = transfers.staged.lines.of, transfers.direct.lines.of, transfers.mapped.lines.of
+            self._unprepared = (*lines, transfers.staged.prepared.gathers.waiting)
         self._draws = random.Random(f"drives {world.scenario.seed} {self.address} {self.life}")
         self._drives = self._draws.choice(DRIVES)
         self._polls = False
@@ -138,7 +138,7 @@ class SimNode(SimProcess):
         self.loop.side.integrity_failure = self._handle_error  # type: ignore[method-assign]
         self.counters = self.loop.observer = Counters(self.loop.observer)
         self.loop.most = scenario.pieces
-        self.maps = self.side == "prefill" and any(map(maps_pages, self.loop.me.paths))
+        self.maps = self.side == "prefill" and any(path.mover == "mapped" for path in self.loop.me.paths)
 
     def poll(self) -> Sequence[DeliveryHandle | ReceptionHandle]:
         """The engine's poll, right after a step: what it does is checked with that."""

@@ -21,7 +21,7 @@ from tests.unit.endpoints import test_path_choice as choice
 from tests.unit.endpoints import test_unsaid as unsaid
 from tests.unit.engines.sglang import test_options as sglang_options
 
-from .bugs import CHOICE, COPIES, FLAGS, FLOW, LOOP, MOVER, TABLES
+from .bugs import CHOICE, FLAGS, FLOW, LOOP, MAPPED, ROOM, TABLES
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
@@ -74,15 +74,15 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             TABLES + "_unfolded", "np.maximum.accumulate(ends_there)[:-1]", "ends_there[:-1]"),
      runs.test_a_run_may_not_lie_in_one_that_is_not_its_neighbour),
     (Mutant("an interrupt of a launch counts as an error of it",
-            COPIES + "launch", "except Exception as exc:", "except BaseException as exc:"),
+            MAPPED + "_launch", "except Exception as exc:", "except BaseException as exc:"),
      partial(device_copies.interrupted_launch, "end")),
     (Mutant("what an interrupted launch reads and writes is unmapped",
-            COPIES + "launch", "except Exception as exc:\n        error = exc",
+            MAPPED + "_launch", "except Exception as exc:\n        error = exc",
             "except Exception as exc:\n        error = exc\n    except BaseException:\n"
             "        del _RUNNING[one]\n        raise"),
      partial(device_copies.interrupted_launch, "end")),
     (Mutant("rows that are compared raise flags",
-            MOVER + "_begin_moves", "if spec.summed is None:", "if True:"),
+            ROOM + "arm_flag", " or route.verifies(self.key.room, one)", ""),
      partial(flags.test_rows_that_are_compared_raise_no_flags, "prefill")),
     (Mutant("blocks of flags of a process without a link are never used again",
             FLAGS + "FlagPage.parted", "self._free += self._of.pop(epoch, ())", "pass"),

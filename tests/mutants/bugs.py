@@ -9,9 +9,10 @@ from .planting import Mutant
 RECEIVE = "core.room.receive_room:ReceiveRoom."
 DRAINING = "core.room.draining:DrainingRoom."
 FLOW = "core.room.flow:Flow."
-MOVER = "endpoints.prefill.transfers:TransferQueue."
-WRITES = "endpoints.prefill.writes:PostedWrites."
-COPIES = "endpoints.prefill.copies:PageCopies."
+STAGED = "endpoints.prefill.movers.staged:StagedMover."
+DIRECT = "endpoints.prefill.movers.direct:DirectMover."
+MAPPED = "endpoints.prefill.movers.mapped:MappedMover."
+POSTS = "endpoints.prefill.movers.posts:Posts."
 PREFILL = "endpoints.prefill.room_table:PrefillRooms."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 CHOICE = "endpoints.decode.path_choice:PathChooser."
@@ -43,15 +44,15 @@ BUGS: Sequence[Mutant] = (
     Mutant("a late staging request gets a lease again",
            RECEIVE + "_part", "self.inbound.has_placed(segment)", "False"),
     Mutant("a segment is sent again to a destination that has it",
-           MOVER + "_gathered", "in posts:", "in [*posts, *posts]:"),
+           STAGED + "_gathered", "in posts:", "in [*posts, *posts]:"),
     Mutant("a link is dropped although memory in quarantine waits for evidence about its peer",
            DECODE + "_publish", "self._hold(room)", "self._hold(room)\n        self._used.forget(room.key)"),
     Mutant("links to dead subscribers are kept for ever",
            LINKS + "drop", "self._disconnect(link)", "pass"),
     Mutant("a write that could not be posted is only logged",
-           WRITES + "post", "post.error = exc", "pass"),
+           POSTS + "post", "post.error = exc", "pass"),
     Mutant("a failed gather ends whatever runs it",
-           MOVER + "_gather", "except Exception as exc:", "except ZeroDivisionError as exc:"),
+           STAGED + "_gather", "except Exception as exc:", "except ZeroDivisionError as exc:"),
     Mutant("our own heartbeat is taken for that of a frozen peer",
            "core.peers.peer_table:PeerTable._look_at", "peer.beaten = now", "peer.beaten = peer.last_frame_at = now"),
     Mutant("frames for an earlier life of ours are taken",
@@ -88,14 +89,15 @@ BUGS: Sequence[Mutant] = (
            DECODE + "_apply", "case Free(segment):\n                self._scatters.drop(room.key, segment)",
            "case Free(segment):\n                pass"),
     Mutant("a write does not wait for its gather",
-           MOVER + "_gather", "self.writes.post(post, writes, event)", "self.writes.post(post, writes, None)"),
+           STAGED + "_gather", "self._posts.post(post, writes, event)", "self._posts.post(post, writes, None)"),
     Mutant("a write straight from pages does not wait for its rows",
-           MOVER + "_direct", "after = spec.after if spec.route.lane.caps.waits_events else None", "after = None"),
+           DIRECT + "start", "post.after if queued else None", "None"),
     Mutant("a copy into mapped pages is announced before it has ended",
-           COPIES + "launch", "if one.event is None:", "if True:"),
+           MAPPED + "_launch", "if one.event is None:", "if True:"),
     Mutant("a flag is raised before the bytes are there",
-           ROOM + "arm_flag", "return flags.arm(", "flags.arm(*where, (one.start, one.stop, one.first, one.last, "
-           "int(one.state)), device).owner.store()\n        return flags.arm("),
+           ROOM + "arm_flag", "return route.flags.arm(",
+           "route.flags.arm(*where, (one.start, one.stop, one.first, one.last, int(one.state)), device).owner.store()\n"
+           "        return route.flags.arm("),
     Mutant("rows of states raise the flags of rows of tokens",
            ROOM + "arm_flag", "int(one.state)", "0"),
     Mutant("the value of a flag is not compared",
@@ -118,28 +120,29 @@ BUGS: Sequence[Mutant] = (
     Mutant("what is forgotten after its time keeps its place",
            ARRIVALS + "tick", "self.forget(room, peer)", "self._kept[room].pop(peer)"),
     Mutant("a copy into mapped pages does not wait for its rows",
-           MOVER + "_begin_moves", "spec.after))", "None))"),
+           MAPPED + "_copy", "posts[-1].after)", "None)"),
     Mutant("a copy whose event fails counts as quiet",
-           COPIES + "look", "self.failed.append(one)",
-           "for post in one.posts:\n                    post.copying = False"),
+           MAPPED + "look", "self.failed.append(one)\n            for post in one.posts:\n"
+           "                self._posts.ended(post, one, exc, quiet=False)", "self._over(one, exc)"),
     Mutant("the end of a destination is taken for the end of our own copy",
-           WRITES + "gone", "for ticket, post in [",
-           "for post in [p for posts in self.of_room.values() for p in posts if p.copying and p.transfer.to == epoch]:"
-           "\n        post.copying = False\n        self._unpin(post)\n    for ticket, post in ["),
+           POSTS + "gone", "for ticket, post in [",
+           "posts = [post for of_room in self.of_room.values() for post in of_room]\n"
+           "    for post in [p for p in posts if p.transfer.to == epoch and p.moving - self.tickets.keys()]:\n"
+           "        post.moving.clear()\n        self._unpin(post)\n    for ticket, post in ["),
     Mutant("a copy that failed is never asked again",
-           COPIES + "look_at_failed", "if not one.over():", "if True:"),
+           MAPPED + "look_at_failed", "if not one.over():", "if True:"),
     Mutant("a copy is launched that has become void",
-           MOVER + "_begin", "if not room.machine.flows[transfer.to].begin(transfer):",
-           "if not room.machine.flows[transfer.to].begin(transfer) and room.routes[transfer.to].mapped is None:"),
+           POSTS + "begin", "if not room.machine.flows[to].begin(transfer):",
+           "if not room.machine.flows[to].begin(transfer) and room.routes[to].mapped is None:"),
     Mutant("a copy that could not be launched counts as done",
-           COPIES + "launch", "self._end(posts, error)", "self._end(posts, None)"),
+           MAPPED + "_launch", "self._over(one, error)", "self._over(one, None)"),
     Mutant("a gather that was prepared for all is launched for some",
            LAUNCHES + "take", "if ready.condition != condition:", "if not ready:"),
     Mutant("what was prepared for a room that failed is kept",
            DECODE + "_apply", "case Quarantine(segment):\n                self._scatters.drop(room.key, segment)",
            "case Quarantine(segment):\n                pass"),
     Mutant("what a room that failed would have gathered is kept",
-           PREFILL + "_publish", "self.transfers.unprepare(room)", "pass"),
+           PREFILL + "_publish", "self.transfers.staged.prepared.forget(room)", "pass"),
     Mutant("what was prepared in vain is not given back",
            LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",
@@ -153,7 +156,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("Done is said while a write is under way",
            FLOW + "_check_finished", "unacknowledged < len", "unacknowledged + len(self._unquiet) < len"),
     Mutant("a slot is used again while a failed write may read it",
-           WRITES + "end", "if post.quiet:", "if True:"),
+           POSTS + "end", "if post.quiet:", "if True:"),
     Mutant("a write that is not quiet is posted again",
            FLOW + "_on_write_failed", "if event.quiet:", "if True:"),
     Mutant("pages that are taken away are still read",
@@ -315,7 +318,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a lease that waits for several peers counts for one of them",
            DRAINING + "owed", "if self._owes(w)]", "if self._owes(w)][:1]"),
     Mutant("a slot that is still read counts as the bytes of one write",
-           WRITES + "owed", "(self._slots.slot_bytes, 0)", "(post.transfer.nbytes, 0)"),
+           POSTS + "owed", "(self.slots.slot_bytes, 0)", "(post.transfer.nbytes, 0)"),
     Mutant("who may still write to exposed pages is not listed",
            DRAINING + "owed", "if self._owes(w)]", "if self.inbound.leased(w.rank)]"),
     Mutant("the digits that an error prints are not those that an operator may give",

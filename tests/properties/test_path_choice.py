@@ -15,7 +15,7 @@ from disagg_kv.endpoints.peers.handshake import EndpointInfo, RemoteEndpoint
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.planning import InstancePlans, RowRange
-from disagg_kv.strategies import AUTO_ORDER, paths
+from disagg_kv.strategies import AUTO_ORDER, exposes_pages, paths
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 64, "float16")
@@ -84,7 +84,7 @@ def test_the_choice_is_the_first_path_that_all_can_take(
             chooser.said(one.epoch, rank.said)
     common = set(ours).intersection(*(rank.names for rank in ranks))
     order = [name for name in AUTO_ORDER if name in common] if len(common) != 1 else list(common)
-    exposable = [name for name in order if unexposed is None or not known[name].exposes_pages]
+    exposable = [name for name in order if unexposed is None or not exposes_pages(known[name])]
     able = [name for name in exposable if can(name, ranks, len(common) == 1)]
     asked = remotes, InstancePlans.of(remotes[0].shards_as(SPEC), me.site), 0, ROWS, unexposed
     if not able:

@@ -74,9 +74,9 @@ def test_every_name_beside_a_file_is_in_it() -> None:
 
 
 def test_a_name_that_is_not_in_its_file_would_be_noticed() -> None:
-    assert "Slot.reusable" in names("endpoints/prefill/slots.py")
+    assert "Slot.reusable" in names("endpoints/prefill/movers/posts.py")
     assert "Capabilities.devices" in names("transports/base.py")
-    assert "Slot.free" not in names("endpoints/prefill/slots.py")
+    assert "Slot.free" not in names("endpoints/prefill/movers/posts.py")
     assert "PathChooser" not in names("endpoints/prefill/routes.py")
 
 

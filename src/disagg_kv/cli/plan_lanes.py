@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from ..errors import ConfigurationError
 from ..planning import CostModel, choose
-from ..strategies import Explanation, PairCount, maps_pages
+from ..strategies import Explanation, PairCount, exposes_pages
 from ..strategies.explain import estimated
 from ..strategies.registry import in_auto_order, paths
 from ..transports import Capabilities
@@ -132,9 +132,9 @@ def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool) -> tup
     for path in in_auto_order(paths().values()):
         if path.name in pair.refused:
             refusals[path.name] = pair.refused[path.name]
-        elif path.exposes_pages and not exposed:
+        elif exposes_pages(path) and not exposed:
             refusals[path.name] = "decode's pages are not exposed: its pool is not the transport's own memory (--maps)"
-        elif maps_pages(path) and not lane.maps:
+        elif path.mover == "mapped" and not lane.maps:
             refusals[path.name] = f"transport {lane.name!r} does not map memory of peers"
         else:
             estimates.append(estimated(path, costs, pair.descriptors[path.name], pair.nbytes, pair.segments))

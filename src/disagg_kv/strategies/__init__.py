@@ -3,11 +3,12 @@
 from .base import (
     Feature,
     Job,
+    MoverName,
     Schedule,
     Selection,
     Tables,
     TransferPlanner,
-    maps_pages,
+    exposes_pages,
     refusal,
 )
 from .explain import Explanation, PairCount, explain
@@ -20,8 +21,6 @@ from .registry import (
     in_auto_order,
     paths,
     register,
-    schedules,
-    selections,
     strategy,
 )
 from .schedules import LayerPipelined, PerChunk
@@ -39,6 +38,7 @@ __all__ = [
     "Job",
     "LayerPipelined",
     "MappedPlanner",
+    "MoverName",
     "PairCount",
     "PerChunk",
     "Schedule",
@@ -49,12 +49,10 @@ __all__ = [
     "Tables",
     "TransferPlanner",
     "explain",
+    "exposes_pages",
     "in_auto_order",
-    "maps_pages",
     "paths",
     "refusal",
     "register",
-    "schedules",
-    "selections",
     "strategy",
 ]

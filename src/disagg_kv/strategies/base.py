@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from attrs import field, frozen
 
@@ -13,6 +13,9 @@ from ..ids import GroupId
 from ..planning import Groups, LayerRun, PageCopy, PairPlan, Segment, StagedLayout, Writes
 
 Tables = Mapping[GroupId, PageTable]
+
+MoverName = Literal["direct", "mapped", "staged"]
+"""What carries out the plans of a path on the prefill side."""
 
 
 @frozen
@@ -35,13 +38,16 @@ class Job:
 class TransferPlanner(Protocol):
     """How the bytes of one part cross. Pure: it plans, the endpoints act.
 
-    A path has code on both sides, so the endpoints agree on (name, version) before they use it. One that exposes
-    pages writes straight into the receiver's pages and plans ``Writes``. One that does not goes through a lease of
-    the receiver's ring: ``send`` says what to gather, ``receive`` what to scatter, with equal sizes and order.
+    A path has code on both sides, so the endpoints agree on (name, version) before they use it. It names the mover that
+    carries out what ``send`` plans:
 
-    A path that exposes pages may have an attribute ``maps_pages`` that is True: then it plans a ``PageCopy``, which a
-    kernel of the writer carries out through a mapping of the receiver's memory. Endpoints offer such a path only where
-    the transport maps the peer (:class:`~disagg_kv.transports.SupportsMapping`).
+    * ``"staged"`` goes through a lease of the receiver's ring: ``send`` says what to gather, ``receive`` what to
+      scatter, both as a ``StagedLayout``, with equal sizes and order.
+    * ``"direct"`` writes straight into the receiver's pages, as ``Writes`` say.
+    * ``"mapped"`` copies into the receiver's pages with a kernel of the writer, as a ``PageCopy`` says. Endpoints offer
+      such a path only where the transport maps the peer (:class:`~disagg_kv.transports.SupportsMapping`).
+
+    The last two expose pages of the receiver.
 
     Decode names the path of each room. ``auto`` takes paths of the library alone; any other is taken where a side asks
     for it by name.
@@ -51,12 +57,12 @@ class TransferPlanner(Protocol):
     Args:
         name: a plain word of its own.
         version: a number, raised when both sides have to change at once.
-        exposes_pages: see above; never changes.
+        mover: see above; never changes.
     """
 
     name: str
     version: int
-    exposes_pages: bool
+    mover: MoverName
 
     def refuse(self, pair: PairPlan) -> str | None:
         """Why this path cannot move the parts of a pair between its pools, with the numbers; None: it can."""
@@ -79,14 +85,14 @@ class TransferPlanner(Protocol):
         ...
 
 
-def maps_pages(path: TransferPlanner) -> bool:
-    """Whether a kernel of the writer copies into pages of the receiver that are mapped at the writer."""
-    return getattr(path, "maps_pages", False) is True
+def exposes_pages(path: TransferPlanner) -> bool:
+    """Whether the writer reaches pages of the receiver, and not only leases of its ring."""
+    return path.mover != "staged"
 
 
 def refusal(path: TransferPlanner, pair: PairPlan) -> str | None:
     """Why a path cannot move the parts of a pair: its own reason, or that no kernel of the writer converts them."""
-    if pair.converts is not None and path.exposes_pages and not maps_pages(path):
+    if pair.converts is not None and path.mover == "direct":
         return f"no kernel is on this path, but the cache is converted on the way ({pair.converts})"
     return path.refuse(pair)
 

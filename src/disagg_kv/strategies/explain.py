@@ -11,7 +11,7 @@ from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
-from .base import Job, TransferPlanner, maps_pages, refusal
+from .base import Job, TransferPlanner, exposes_pages, refusal
 from .registry import in_auto_order, paths
 
 
@@ -149,7 +149,7 @@ def _sum_up(
     for one in in_auto_order(known.values()):
         if one.name in refused:
             refusals[one.name] = refused[one.name]
-        elif maps_pages(one) and not maps:
+        elif one.mover == "mapped" and not maps:
             refusals[one.name] = "the transport does not map memory of peers"
         else:
             slowest.append(_slowest(pairs, one, cost))
@@ -168,6 +168,6 @@ def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel)
 
 def estimated(path: TransferPlanner, cost: CostModel, descriptors: int, nbytes: int, segments: int) -> Estimate:
     """What a path takes."""
-    if maps_pages(path):
+    if path.mover == "mapped":
         return cost.estimate_mapped(path.name, descriptors, nbytes)
-    return cost.estimate(path.name, descriptors, nbytes, 0 if path.exposes_pages else segments)
+    return cost.estimate(path.name, descriptors, nbytes, 0 if exposes_pages(path) else segments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import LocalProtocolError
 from ..planning import PageCopy, PairPlan, StagedLayout, Writes, direct_writes, slice_writes
 from ..planning.descriptors import direct_total, slice_total
-from .base import Job
+from .base import Job, MoverName
 
 
 class DirectPlanner:
@@ -13,7 +13,7 @@ class DirectPlanner:
 
     name = "direct"
     version = 1
-    exposes_pages = True
+    mover: MoverName = "direct"
 
     def refuse(self, pair: PairPlan) -> str | None:
         """Needs equal page sizes and strides, and all units of a page."""
@@ -37,7 +37,7 @@ class SlicePlanner:
 
     name = "slice"
     version = 1
-    exposes_pages = True
+    mover: MoverName = "direct"
 
     def refuse(self, pair: PairPlan) -> str | None:
         """Any two layouts will do."""
@@ -61,7 +61,7 @@ class StagedPlanner:
 
     name = "staged"
     version = 1
-    exposes_pages = False
+    mover: MoverName = "staged"
 
     def refuse(self, pair: PairPlan) -> str | None:
         """Any two layouts will do."""
@@ -89,8 +89,7 @@ class MappedPlanner:
 
     name = "mapped"
     version = 1
-    exposes_pages = True
-    maps_pages = True
+    mover: MoverName = "mapped"
 
     def refuse(self, pair: PairPlan) -> str | None:
         """Any two layouts will do."""

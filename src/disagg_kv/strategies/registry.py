@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from attrs import frozen
 
 from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
-from .base import Schedule, Selection, TransferPlanner
+from .base import MoverName, Schedule, Selection, TransferPlanner
 from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 from .selections import Full, Incremental
@@ -90,12 +90,10 @@ def _known(name: str) -> object | None:
 
 
 def _check_path(path: TransferPlanner) -> None:
-    arguments.attributes(path, "part", "a path", "version", "exposes_pages")
+    arguments.attributes(path, "part", "a path", "version", "mover")
     arguments.count(path.version, "part: version")
-    arguments.flag(path.exposes_pages, "part: exposes_pages")
-    maps = arguments.flag(getattr(path, "maps_pages", False), "part: maps_pages")
-    if maps and not path.exposes_pages:
-        raise ConfigurationError(f"part: path {path.name!r} maps pages that it does not expose")
+    if arguments.text(path.mover, "part: mover") not in get_args(MoverName):
+        raise UnknownNameError("part: mover", path.mover, get_args(MoverName))
 
 
 @cache
@@ -138,18 +136,6 @@ def in_auto_order(known: Iterable[TransferPlanner]) -> list[TransferPlanner]:
     """Those of some paths that ``auto`` takes, in its order."""
     by_name = {path.name: path for path in known}
     return [by_name[name] for name in AUTO_ORDER if name in by_name]
-
-
-def schedules() -> dict[str, Schedule]:
-    """Every known schedule by name, those of installed packages included."""
-    _load()
-    return dict(_parts["schedule"])
-
-
-def selections() -> dict[str, Selection]:
-    """Every known selection by name, those of installed packages included."""
-    _load()
-    return dict(_parts["selection"])
 
 
 def strategy(name: str) -> Strategy:

@@ -12,7 +12,7 @@ Plans are carried out in plain memory and compared with what plain indexing says
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from ..ids import KV, GroupId, LayerId, Rank
 from ..kernels import CpuKernels, Move, PageMove, Pages
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
 from ..planning import Intake, Limits, PageCopy, PairPlan, RowRange, StagedLayout, Writes
-from ..strategies import Job, TransferPlanner, maps_pages
+from ..strategies import Job, MoverName, TransferPlanner, exposes_pages
 from .skips import SaysSkips
 
 POISON = 0xA5
@@ -201,13 +201,11 @@ class TransferPlannerSuite(SaysSkips):
         return of
 
     def test_it_says_what_it_is(self) -> None:
-        """A plain word, a number, and whether it exposes pages: what endpoints agree on."""
+        """A plain word, a number, and the mover of its plans."""
         planner = self.planner()
         assert planner.name.isidentifier()
-        kinds: tuple[object, ...] = type(planner.version), type(planner.exposes_pages)
-        assert kinds == (int, bool)
-        assert type(getattr(planner, "maps_pages", False)) is bool
-        assert planner.exposes_pages or not maps_pages(planner), "pages are mapped that are not exposed"
+        assert type(planner.version) is int
+        assert planner.mover in get_args(MoverName)
 
     def test_it_can_carry_something(self) -> None:
         """A path that refuses every case of this suite was not tested."""
@@ -217,31 +215,29 @@ class TransferPlannerSuite(SaysSkips):
     def test_every_byte_arrives_and_no_other_is_touched(self, moved: Transfer) -> None:
         """All segments of all writers, one after the other, as endpoints would carry out the plans."""
         planner = self.planner()
-        for part in moved.parts(planner.exposes_pages):
+        for part in moved.parts(exposes_pages(planner)):
             plan = planner.send(part.send)
-            if maps_pages(planner):
-                assert isinstance(plan, PageCopy), f"pages are mapped, but the plan is {type(plan).__name__}"
-                _copy(plan, part, moved.target)
-            elif planner.exposes_pages:
-                assert isinstance(plan, Writes), f"pages are exposed, but the plan is {type(plan).__name__}"
-                _write(plan, part, moved.target)
-            else:
-                assert isinstance(plan, StagedLayout), f"no pages are exposed, but the plan is {type(plan).__name__}"
-                _stage(plan, planner.receive(part.receive), part, moved.target)
+            match plan:
+                case PageCopy():
+                    _copy(plan, part, moved.target)
+                case Writes():
+                    _write(plan, part, moved.target)
+                case StagedLayout():
+                    _stage(plan, planner.receive(part.receive), part, moved.target)
         moved.check()
 
     def test_the_same_question_has_the_same_answer(self, moved: Transfer) -> None:
         """Endpoints keep answers."""
         planner, again = self.planner(), self.planner()
-        for part in moved.parts(planner.exposes_pages):
+        for part in moved.parts(exposes_pages(planner)):
             assert planner.send(part.send) == planner.send(part.send) == again.send(part.send)
-            if not planner.exposes_pages:
+            if not exposes_pages(planner):
                 assert planner.receive(part.receive) == again.receive(part.receive)
 
     def test_the_count_is_a_bound_and_needs_no_tables(self, moved: Transfer) -> None:
         """``plan`` asks for it before pages are known."""
         planner = self.planner()
-        for part in moved.parts(planner.exposes_pages):
+        for part in moved.parts(exposes_pages(planner)):
             plan = planner.send(part.send)
             posted = len(plan) if isinstance(plan, Writes) else 1
             assert planner.count(evolve(part.send, source_tables={}, target_tables={})) >= posted
@@ -249,10 +245,8 @@ class TransferPlannerSuite(SaysSkips):
     def test_pages_are_given_only_where_they_are_exposed(self, moved: Transfer) -> None:
         """The type of a plan is the path's for good: never writes into pages that decode did not expose."""
         planner = self.planner()
-        kind: Literal["Writes", "StagedLayout", "PageCopy"] = "Writes" if planner.exposes_pages else "StagedLayout"
-        if maps_pages(planner):
-            kind = "PageCopy"
-        found = {type(planner.send(part.send)).__name__ for part in moved.parts(planner.exposes_pages)}
+        kind = {"direct": "Writes", "mapped": "PageCopy", "staged": "StagedLayout"}[planner.mover]
+        found = {type(planner.send(part.send)).__name__ for part in moved.parts(exposes_pages(planner))}
         assert found == {kind}
 
 

@@ -11,7 +11,7 @@ from disagg_kv.core import Codec
 from disagg_kv.core.wire.frames import Return
 from disagg_kv.endpoints.loop.send_buffer import SendBuffer
 from disagg_kv.endpoints.peers.limited_log import LimitedLog
-from disagg_kv.endpoints.prefill.prepared import PreparedGathers
+from disagg_kv.endpoints.prefill.movers.prepared import PreparedGathers
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, FiredEvent, Over, PreparingKernels
@@ -30,7 +30,7 @@ def world(kernels: CountingKernels, decode: int = 1, slots: int = 64, rows: int 
 
 def ahead(rig: Rig) -> PreparedGathers:
     """The prefill rank's."""
-    return rig.prefills[0].endpoint.inspect().transfers.prepared
+    return rig.prefills[0].endpoint.inspect().transfers.staged.prepared
 
 
 @pytest.mark.parametrize("slots", [64, 1])
@@ -100,14 +100,14 @@ def test_what_was_prepared_for_all_is_not_launched_for_some() -> None:
     kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
-    mover = rig.prefills[0].endpoint._transfers
+    mover = rig.prefills[0].endpoint._transfers.staged
     other = rig.decodes[1].endpoint.driver.loop.me.epoch
-    mover._full = lambda to: to == other  # type: ignore[method-assign]
+    mover.slots.full = lambda to: to == other  # type: ignore[method-assign]
     event.fired = True
     rig.wait(1.0)
     assert kernels.gathers == [1]
     assert not kernels.held
-    mover._full = lambda to: False  # type: ignore[method-assign]
+    mover.slots.full = lambda to: False  # type: ignore[method-assign]
     request.landed()
     assert kernels.gathers == [1, 1]
     assert not kernels.launched
@@ -119,9 +119,9 @@ def test_what_is_prepared_goes_where_it_was_prepared_to_whichever_rows_are_hande
     kernels, event = PreparingKernels(), FiredEvent()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
-    mover = rig.prefills[0].endpoint._transfers
+    mover = rig.prefills[0].endpoint._transfers.staged
     add, later = mover.add, list[Callable[[], None]]()
-    mover.add = lambda room, transfer: later.insert(0, partial(add, room, transfer))  # type: ignore[method-assign]
+    mover.add = lambda room, transfer: later.insert(0, partial(add, room, transfer))
     event.fired = True
     rig.wait(0.1)
     assert len(later) == 2
@@ -197,7 +197,7 @@ def test_a_gather_that_is_prepared_again_takes_the_place_of_the_first() -> None:
     rig = world(kernels)
     request = granted(rig, event)
     key, members = next(iter(ahead(rig).planned.items()))
-    ahead(rig).gathers.prepare(key, lambda: ahead(rig)._gather(list(members.values())))
+    ahead(rig).gathers.prepare(key, lambda: ahead(rig)._gather(key[0], list(members.values())))
     assert len(kernels.held) == SEGMENTS
     event.fired = True
     request.landed()

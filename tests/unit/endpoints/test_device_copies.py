@@ -13,7 +13,7 @@ from attrs import define
 
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import PrefillEndpoint
-from disagg_kv.endpoints.prefill import copies
+from disagg_kv.endpoints.prefill.movers import mapped
 from disagg_kv.errors import EndpointBrokenError, LocalProtocolError, TransportError
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import CpuKernels, PageMove
@@ -159,13 +159,13 @@ def test_an_event_that_raises_fails_the_room_and_not_the_call() -> None:
 
 def test_an_error_of_a_launch_fails_the_room_and_not_the_call() -> None:
     """Nothing of it moves, so pages come back at once."""
-    found, before = driven().announce(), set(copies._RUNNING)
+    found, before = driven().announce(), set(mapped._RUNNING)
     found.kernels.refuses = [OSError("no launch")]
     found.step.close()
     found.request.failed()
     assert "no launch" in str(found.request.sends[0].error)
     found.rig.quiet()
-    assert copies._RUNNING.keys() == before
+    assert mapped._RUNNING.keys() == before
 
 
 def test_a_retryable_error_of_a_launch_is_tried_again() -> None:
@@ -188,7 +188,7 @@ def test_an_interrupted_launch_frees_nothing(point: str) -> None:
 
 def interrupted_launch(point: str) -> None:
     """A launch is interrupted at a point of it."""
-    found, before = driven().announce(), set(copies._RUNNING)
+    found, before = driven().announce(), set(mapped._RUNNING)
     (room,) = found.request.prefills[0].endpoint.inspect().rooms.values()
     (route,) = room.routes.values()
 
@@ -208,9 +208,9 @@ def interrupted_launch(point: str) -> None:
     assert found.request.receives[0].released is (point == "end"), "decode has the rows of a copy that has ended"
     found.request.prefills[0].close()
     assert (send.phase, send.released) == (Phase.FAILED, False)
-    kept = [one for one in copies._RUNNING if one not in before]
+    kept = [one for one in mapped._RUNNING if one not in before]
     assert [(m.source.pool, m.target.pool) for one in kept for m in one.moves] == [(route.pool, route.mapped)]
-    del copies._RUNNING[kept[0]]
+    del mapped._RUNNING[kept[0]]
 
 
 class Noting(CpuKernels):

@@ -45,7 +45,7 @@ def opened(rig: Rig, request: Request) -> Request:
 
 def copies(request: Request) -> DeviceKernels:
     """The device of the prefill ranks."""
-    kernels = request.prefills[0].endpoint._side.transfers._kernels
+    kernels = request.prefills[0].endpoint._side.transfers.mapped._kernels
     assert isinstance(kernels, DeviceKernels)
     return kernels
 

@@ -307,6 +307,6 @@ def test_an_owner_that_ends_while_it_is_mapped_is_lost() -> None:
 
 def kernels_of(request: Request) -> DeviceKernels:
     """Those of the prefill rank."""
-    kernels = request.prefills[0].endpoint._transfers._kernels
+    kernels = request.prefills[0].endpoint._transfers.mapped._kernels
     assert isinstance(kernels, DeviceKernels)
     return kernels

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_kv.core import Phase
-from disagg_kv.endpoints.prefill.ready_events import ReadyEvents
+from disagg_kv.endpoints.prefill.room import ReadyEvents
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId, Peer, Ticket
 from disagg_kv.kernels import CpuKernels, Move

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from disagg_kv.core import Phase, Verify, verified
+from disagg_kv.core import Phase, Verify, Wrote, verified
+from disagg_kv.endpoints.prefill.movers.posts import Moved
+from disagg_kv.endpoints.prefill.movers.verified import Summing
 from disagg_kv.errors import IntegrityError, RemoteProtocolError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
@@ -203,12 +205,13 @@ def test_pages_and_leases_stay_until_sums_are_there(path: str) -> None:
     decodes = rig.decode(tp_shards(KV, 1), strategy=path, kernels=kernels[1])
     request = rig.request("room", prefills, decodes, 8).start()
     rig.until(lambda: len(kernels[0].checksums) == 1, "prefill's sums")
-    for event in kernels[0].events[1:]:  # the gather's, if there is one
+    *moving, sums = kernels[0].events
+    for event in moving:
         event.fired = True
     rig.wait(1.0)
     assert request.sends[0].report.descriptors
     assert not kernels[1].checksums
-    kernels[0].events[0].fired = True
+    sums.fired = True
     rig.until(lambda: len(kernels[1].checksums) == 1, "decode's sums")
     rig.wait(1.0)
     assert request.receives[0].phase.name == "MOVING"
@@ -288,9 +291,11 @@ def test_a_writer_that_does_not_say_what_it_was_asked_for_fails_the_room(
     """Decode asked: without sums of the right size nothing counts as landed."""
     rig = Rig(KV)
     prefills, decodes = rig.prefill(tp_shards(KV, 1)), rig.decode(tp_shards(KV, 1), verify=FULL)
-    monkeypatch.setattr(
-        "disagg_kv.endpoints.prefill.writes.Post.sums", property(lambda self: change, lambda self, sums: None)
-    )
+
+    def changed(self: Summing, moved: Moved) -> Moved:
+        return Moved(moved.room, moved.to, Wrote(moved.event.segment, change))
+
+    monkeypatch.setattr(Summing, "outcome", changed)
     request = rig.request("room", prefills, decodes, 8).start().failed()
     assert isinstance(request.receives[0].error, RemoteProtocolError)
     assert said in str(request.receives[0].error)

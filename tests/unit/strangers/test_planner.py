@@ -13,6 +13,7 @@ from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.planning import PageCopy, PairPlan, StagedLayout, Writes
 from disagg_kv.strategies import (
     Job,
+    MoverName,
     SlicePlanner,
     StagedPlanner,
     TransferPlanner,
@@ -34,7 +35,7 @@ class Logged:
 
     def __init__(self, name: str, inner: TransferPlanner) -> None:
         self.name = name
-        self.exposes_pages = inner.exposes_pages
+        self.mover = inner.mover
         self.inner = inner
         self.asked: list[str] = []
 
@@ -60,7 +61,7 @@ class Halves:
 
     name = "halves"
     version = 1
-    exposes_pages = True
+    mover: MoverName = "direct"
 
     def refuse(self, pair: PairPlan) -> str | None:
         one = [c.name for layer in pair.source.spec.layers.values() for c in layer if c.unit_bytes < 2]
@@ -196,8 +197,8 @@ def test_plan_says_why_a_registered_planner_cannot() -> None:
     ("attribute", "value", "says"),
     [
         ("version", "1", "part: version"),
-        ("exposes_pages", 1, "part: exposes_pages"),
-        ("maps_pages", "yes", "part: maps_pages"),
+        ("mover", 1, "part: mover"),
+        ("mover", "copied", "unknown part: mover 'copied'; known: direct, mapped, staged"),
         ("name", 3, "part: name"),
         ("count", None, "count.* is missing"),
     ],

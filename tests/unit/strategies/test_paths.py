@@ -10,7 +10,7 @@ from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import Intake, PairPlan, RowRange, Segment, Writes, direct_count, slice_count
-from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner
+from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner, exposes_pages
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 KV = GroupId("kv")
@@ -30,7 +30,7 @@ def job(prefill_tp: int) -> Job:
 def test_exposed_pages_are_written_in_place(path: TransferPlanner) -> None:
     """Direct and slice plan writes, at most as many as they count beforehand, and scatter nothing."""
     one = job(1)
-    assert path.exposes_pages
+    assert exposes_pages(path)
     assert path.refuse(one.pair) is None
     writes = path.send(one)
     assert isinstance(writes, Writes)
@@ -73,7 +73,7 @@ def test_layers_that_are_alike_count_as_each_of_them_does() -> None:
 def test_staged_gathers_and_writes_once() -> None:
     """Staged takes any layouts, one write, and the same bytes in the same order on both sides."""
     path, two = StagedPlanner(), job(2)
-    assert not path.exposes_pages
+    assert not exposes_pages(path)
     assert path.refuse(two.pair) is None
     assert path.count(two) == 1
     assert path.send(two).nbytes == path.receive(two).nbytes == 10 * 2 * 2 * 2 * 16

@@ -27,8 +27,6 @@ from disagg_kv.strategies import (
     paths,
     register,
     registry,
-    schedules,
-    selections,
     strategy,
 )  # fmt: skip
 from tests.support.rig import Rig, tp_shards
@@ -107,9 +105,9 @@ def test_registering_a_schedule() -> None:
     mine = PairsOfLayers()
     register(mine)
     register(mine)
-    assert schedules()["pairs"] is mine
     assert "pairs" not in paths()
     assert strategy("staged+pairs") == Strategy("staged", mine)
+    assert strategy("pairs").schedule is mine
     with pytest.raises(ConfigurationError, match="a schedule cannot be called 'pairs'"):
         register(PairsOfLayers())
     with pytest.raises(ConfigurationError, match="a schedule cannot be called 'staged'"):
@@ -148,7 +146,7 @@ def test_a_selection_of_one_s_own_carries_a_transfer() -> None:
     """Fewer held rows than it asks for cross again; both sides have it, or the room fails."""
     mine = AtLeast(8)
     register(mine)
-    assert selections()["at_least"] is mine
+    assert strategy("at_least").selection is mine
     with pytest.raises(ConfigurationError, match="a selection cannot be called 'full'"):
         register(_named(AtLeast(1), "full"))
     rig = Rig(CacheSpec.kv(2, 4, 8, "float16"))

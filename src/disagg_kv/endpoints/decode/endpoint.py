@@ -18,7 +18,7 @@ from ...memory import Buffer, MemoryPool
 from ...planning import Segment
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
-from ...strategies import AUTO, TransferPlanner, paths
+from ...strategies import AUTO, TransferPlanner, exposes_pages, paths
 from ...trace import Observer
 from ...transports import Transport
 from ..handle import ChangeQueue
@@ -185,13 +185,13 @@ def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[
     known = paths()
     able = exposable(transport, list(pool.buffers))
     if wanted == AUTO:
-        usable = tuple(p for p in known.values() if able or not p.exposes_pages)
+        usable = tuple(p for p in known.values() if able or not exposes_pages(p))
     else:
         usable = (known[wanted],)
         check_mapping(wanted, usable, transport)
-        if usable[0].exposes_pages and not able:
+        if exposes_pages(usable[0]) and not able:
             raise ConfigurationError(
                 f"path {wanted!r} writes into pages, but transport {transport.name!r} writes only to memory that it "
                 "allocated: allocate the pool with it, or take path 'staged'"
             )
-    return usable, any(p.exposes_pages for p in usable)
+    return usable, any(map(exposes_pages, usable))

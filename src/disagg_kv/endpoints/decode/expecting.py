@@ -12,6 +12,7 @@ from ...core.wire.page_runs import excess, tables_to_wire
 from ...errors import DisaggKVError, OversizeError
 from ...memory import MemoryPool
 from ...planning import RowRange
+from ...strategies import exposes_pages
 from ..loop.event_loop import EventLoop
 from .path_choice import PathChoice, PathChooser
 from .room import DecodeRoom
@@ -67,7 +68,7 @@ class PendingExpectations:
         assert plans is not None
         asked = room.remotes, plans, plans.rotation(room.key.room), RowRange(wanted.start, wanted.stop)
         choice = self._chooser.choose(*asked)
-        if not choice.path.exposes_pages:
+        if not exposes_pages(choice.path):
             return choice, None
         tables = tables_to_wire(wanted.tables.values())
         beyond = excess(tables, self._loop.options.request_pages)

@@ -17,7 +17,7 @@ from ...geometry import read_as
 from ...ids import Epoch, Rank
 from ...planning import InstancePlans, Intake, Limits, PairPlan, RowRange
 from ...planning.cache import PlanCache
-from ...strategies import TransferPlanner, in_auto_order, maps_pages, refusal
+from ...strategies import TransferPlanner, exposes_pages, in_auto_order, refusal
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 
 UNSAID = "decode does not know yet whether its pool is mapped there"
@@ -99,16 +99,15 @@ class PathChooser:
         asked = len(common) == 1
         refusals: dict[str, str] = {}
         for path in common if asked else in_auto_order(common):
-            why = unexposed if path.exposes_pages else None
+            why = unexposed if exposes_pages(path) else None
             for remote, pair in writers:
                 why = why or self._refusal(path, remote, intake, pair, asked)
             if why is None:
                 refused = "; ".join(f"{name} cannot: {reason}" for name, reason in refusals.items())
                 reason = f"both sides allow only {path.name}" if asked else f"auto takes {path.name}"
-                queue = all(remote.hello.queues for remote, _ in writers)
-                choice = PathChoice(
-                    path, f"{reason}; {refused}" if refused else reason, bool(writers) and queue and maps_pages(path)
-                )
+                reason = f"{reason}; {refused}" if refused else reason
+                queue = path.mover == "mapped" and all(remote.hello.queues for remote, _ in writers)
+                choice = PathChoice(path, reason, bool(writers) and queue)
                 return choice if unexposed is not None else self._chosen.keep(key, choice)
             refusals[path.name] = why
         reasons = "; ".join(f"{name} cannot: {why}" for name, why in refusals.items())
@@ -120,10 +119,10 @@ class PathChooser:
         """Why a path cannot carry what one prefill rank sends; None: it can."""
         rank = Rank(remote.hello.rank)
         why: str | None
-        if maps_pages(path) and not asked and (why := self._unmapped.get(remote.epoch, UNSAID)):
+        if path.mover == "mapped" and not asked and (why := self._unmapped.get(remote.epoch, UNSAID)):
             return f"prefill rank {rank}: {why}"
         try:
-            if not path.exposes_pages:
+            if not exposes_pages(path):
                 limits = Limits(remote.hello.slot_bytes, self._me.lease_bytes, page_rows(self._me.site))
                 intake.segments(rank, 0, 1, limits)
             why = refusal(path, pair)

@@ -13,7 +13,7 @@ from ...core import Hello
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...ids import Epoch, Peer, RegionId, peer_name
 from ...memory import Buffer, MappedPool
-from ...strategies import AUTO, TransferPlanner, maps_pages
+from ...strategies import AUTO, TransferPlanner, exposes_pages
 from ...transports import Flags, SupportsFlags, SupportsMapping, Transport
 from ...transports.flags import SLOT_WORDS, WORD
 from .handshake import EndpointInfo, RemoteEndpoint
@@ -50,11 +50,11 @@ UNMAPPED = Mapping(refused="no path of this endpoint maps memory")
 def open_decode(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
     """Make kernels ready for a decode rank, and open what paths use of it; on a thread that has just connected it."""
     remote = RemoteEndpoint.of(hello)
-    if not all(path.exposes_pages for path in me.paths):
+    if not all(map(exposes_pages, me.paths)):
         me.prepare(remote.spec, None)
-    if not any(path.exposes_pages for path in me.paths):
+    if not any(map(exposes_pages, me.paths)):
         return UNMAPPED
-    maps = any(map(maps_pages, me.paths))
+    maps = any(path.mover == "mapped" for path in me.paths)
     return open_peer(me.transport, peer, remote, me.device, maps, partial(me.prepare, remote.spec))
 
 
@@ -84,7 +84,7 @@ def open_flags(transport: Transport, peer: Peer, page: bytes) -> Flags | None:
 
 def new_flag_page(transport: Transport, usable: Iterable[TransferPlanner]) -> tuple[Buffer | None, bytes]:
     """Decode's flag page, if peers write straight to pages through a transport that has flags, and its place."""
-    if not isinstance(transport, SupportsFlags) or not any(map(maps_pages, usable)):
+    if not isinstance(transport, SupportsFlags) or not any(path.mover == "mapped" for path in usable):
         return None, b""
     return transport.flag_page(BLOCKS * BLOCK_BYTES)
 
@@ -121,7 +121,7 @@ def map_pool(
 
 def check_mapping(wanted: str, usable: Iterable[TransferPlanner], transport: Transport) -> None:
     """Raise a :class:`ConfigurationError` if an explicit path needs a mapping that the transport does not have."""
-    if wanted != AUTO and any(map(maps_pages, usable)) and not isinstance(transport, SupportsMapping):
+    if wanted != AUTO and any(path.mover == "mapped" for path in usable) and not isinstance(transport, SupportsMapping):
         raise ConfigurationError(
             f"path {wanted!r} copies into mapped pages, but transport {transport.name!r} does not map memory of peers: "
             "take path 'staged', or a transport such as 'shm' or 'cuda_ipc'"

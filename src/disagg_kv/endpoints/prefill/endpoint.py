@@ -17,7 +17,7 @@ from ...kernels import Kernels, SupportsConversions, SupportsStreams
 from ...memory import Buffer, MemoryPool
 from ...planning import Batch
 from ...rendezvous import Rendezvous
-from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, maps_pages, paths
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
 from ...trace import Observer
 from ...transports import SupportsMapping, Transport
 from ..handle import ChangeQueue
@@ -31,6 +31,8 @@ from ..status import Usage
 from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
+from .movers.posts import Posts, StagingSlots
+from .movers.verified import VerifiedMover
 from .read_pools import ReadPools
 from .rooms import PrefillSide
 from .routes import Router
@@ -114,23 +116,25 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             if slot_bytes is None:
                 slot_bytes = 16 << 20 if device == "cpu" else 128 << 20
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
-            maps = any(map(maps_pages, usable)) and isinstance(parts.transport, SupportsMapping)
-            movers = ready_kernels(pool, kernels, verify, maps)
+            maps = any(path.mover == "mapped" for path in usable) and isinstance(parts.transport, SupportsMapping)
+            ready = ready_kernels(pool, kernels, verify, maps)
             self._staging = staging = new_staging(parts.transport, staging_slots(self._slots, slot_bytes), device)
             *regions, staged = parts.transport.register([*pool.buffers, staging])
-            pools = ReadPools(pool, movers, verify)
-            known = tuple(movers.conversions) if isinstance(movers, SupportsConversions) else ()
+            pools = ReadPools(pool, ready, verify)
+            known = tuple(ready.conversions) if isinstance(ready, SupportsConversions) else ()
             me = parts.info("prefill", regions, usable)
-            queues = isinstance(movers, SupportsStreams)
+            queues = isinstance(ready, SupportsStreams)
             me = attrs.evolve(me, slot_bytes=slot_bytes, prepare=pools.warm, conversions=known, queues=queues)
 
             def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
                 mapping = loop.connections.mapping
                 pace, pages, lane = throughput.pace, loop.options.request_pages, loop.lane
-                router = Router(me, pools, chosen.selection, self._schedule, usable, pace, mapping, pages, lane)
-                self._transfers = TransferQueue(loop, movers, staging, staged, slot_bytes, router, throughput, verify)
-                return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
+                router = Router(me, pools, chosen.selection, self._schedule, usable, pace, mapping, pages, lane, verify)
+                posts = Posts(loop, StagingSlots(staging.nbytes, slot_bytes), throughput)
+                self._transfers = transfers = TransferQueue(loop, ready, staging, staged, posts)
+                mover = VerifiedMover(transfers, posts, ready, loop.clock)
+                return PrefillSide(loop, pool, router, transfers, mover, changes)
 
             super().__init__(parts, me, side)
         self._commands = PostedCommands(self.driver, self._side)
@@ -183,7 +187,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     @property
     def pinned_slots(self) -> int:
         """Staging slots that are being filled or that a write may still read."""
-        return self._transfers.pinned_slots
+        return self._transfers.staged.slots.held
 
     def _memory(self) -> Usage:
         stuck = self._side.quarantined_slots * self._slot_bytes

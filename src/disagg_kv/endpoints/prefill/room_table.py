@@ -19,11 +19,11 @@ from ..loop.event_loop import EventLoop
 from ..peers.used_peers import UsedPeers
 from ..spans import room_span
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
-from .passes import PassTimes
+from .movers.base import Mover
+from .movers.posts import Broken, Unread
 from .room import PrefillRoom
-from .throughput import ThroughputEstimator
+from .throughput import PassTimes
 from .transfers import TransferQueue
-from .writes import Broken, Unread
 
 
 class PrefillRooms:
@@ -33,15 +33,16 @@ class PrefillRooms:
         self,
         loop: EventLoop,
         pool: MemoryPool,
-        throughput: ThroughputEstimator,
         transfers: TransferQueue,
+        mover: Mover,
         changes: ChangeQueue[DeliveryHandle],
     ) -> None:
         self._loop = loop
         self._pool = pool
         self._changes = changes
-        self._throughput = throughput
+        self._throughput = transfers.posts.throughput
         self.transfers = transfers
+        self._mover = mover
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
         self._tokenless = frozenset(site.shard.layers()) - tokens
@@ -51,7 +52,7 @@ class PrefillRooms:
         self._rooms: dict[RoomKey, PrefillRoom] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
-        self._passes = PassTimes(loop, throughput)
+        self._passes = PassTimes(loop, self._throughput)
         self._timers: Timers[RoomKey] = Timers()
         self._used = UsedPeers(loop.peers)
 
@@ -163,12 +164,12 @@ class PrefillRooms:
             fired.set()
             return
         room.withdrawn.append(fired)
-        self.transfers.unprepare(room)
+        self.transfers.staged.prepared.forget(room)
         self._apply(room, room.machine.withdraw(self._loop.now))
 
     # What the machines ask for, and what came of it.
 
-    def _advance(self, act: Callable[[], bool | None]) -> bool:
+    def _advance(self, act: Callable[[], object]) -> bool:
         """Have the transfers do something, then act on what came of it, also where it raised."""
         try:
             return bool(act())
@@ -176,9 +177,7 @@ class PrefillRooms:
             self._take_outcomes()
 
     def _take_outcomes(self) -> None:
-        outcomes = self.transfers.writes.outcomes
-        while outcomes:
-            happened = outcomes.popleft()
+        while (happened := self._mover.outcome()) is not None:
             room = happened.room
             if isinstance(happened, Broken):
                 self.broken([room.key], happened.error)
@@ -196,9 +195,9 @@ class PrefillRooms:
                 case CastVote():
                     votes.append(effect)
                 case Transfer():
-                    self.transfers.add(room, effect)
+                    self._mover.add(room, effect)
                 case Granted(transfer):
-                    self.transfers.granted(room, transfer)
+                    self.transfers.staged.prepared.add(room, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
@@ -210,9 +209,9 @@ class PrefillRooms:
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
-            self.transfers.unprepare(room)
+            self.transfers.staged.prepared.forget(room)
             hellos = [route.remote.hello for route in room.routes.values()]
-            self._loop.peer_registry.hold(room.key, self.transfers.writes.owed(room), hellos)
+            self._loop.peer_registry.hold(room.key, self.transfers.posts.owed(room), hellos)
         room.account(self._loop.now)
         phase, handle, released = machine.phase, room.handle, machine.released
         if not handle.shows(phase, released):
@@ -228,7 +227,7 @@ class PrefillRooms:
 
     def _close(self, room: PrefillRoom) -> None:
         loop, name, machine = self._loop, room.key.room, room.machine
-        self.transfers.forget(room)
+        self._mover.withdraw(room)
         self._throughput.room_ended(room.key)
         del self._rooms[room.key]
         self._timers.schedule(room.key, None)

@@ -22,10 +22,10 @@ from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
 from .handle import DeliveryHandle
 from .inspection import PrefillInspection
+from .movers.base import Mover
 from .room import PrefillRoom
 from .room_table import PrefillRooms
 from .routes import Router, taken
-from .throughput import ThroughputEstimator
 from .transfers import TransferQueue
 
 
@@ -37,17 +37,17 @@ class PrefillSide(PrefillRooms):
         loop: EventLoop,
         pool: MemoryPool,
         router: Router,
-        throughput: ThroughputEstimator,
         transfers: TransferQueue,
+        mover: Mover,
         changes: ChangeQueue[DeliveryHandle],
     ) -> None:
-        super().__init__(loop, pool, throughput, transfers, changes)
+        super().__init__(loop, pool, transfers, mover, changes)
         self._router = router
         self.quarantined_slots = 0
 
     def inspect(self) -> PrefillInspection:
         """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return PrefillInspection(self._loop.inspect(), self._rooms, self._newest, self._flows, self.transfers.inspect())
+        return PrefillInspection(self._loop.inspect(), self._rooms, self._newest, self._flows, self.transfers)
 
     # What the engine says, on this thread.
 
@@ -152,8 +152,8 @@ class PrefillSide(PrefillRooms):
                 remote,
                 frame,
                 tuple(room.routes.values()),
-                self.transfers.writes.slots_of(self._failed, epoch),
-                self.transfers.quota,
+                self.transfers.staged.slots_of(self._failed, epoch),
+                self.transfers.staged.slots.quota,
                 partial(room.grouped, loop),
             )
         except Exception as exc:
@@ -197,7 +197,7 @@ class PrefillSide(PrefillRooms):
     def on_gone(self, epoch: Epoch) -> None:
         """Nothing moves between us any more."""
         try:
-            self.transfers.writes.gone(epoch)
+            self.transfers.posts.gone(epoch)
         finally:
             self._take_outcomes()
         self._to_flows(epoch, Gone(epoch))
@@ -216,25 +216,27 @@ class PrefillSide(PrefillRooms):
     def work(self) -> bool:
         """Gather and post; True while something is in flight or left for the next step."""
         waiting = self._passes.look()
-        if not self.transfers.active:
+        transfers, prepared = self.transfers, self.transfers.staged.prepared
+        waits = transfers.waits
+        if not (waits or transfers.pending or prepared.gathers.waiting):
             return waiting
-        if not self._loop.may_copy(self.transfers.queues):
+        if not self._loop.may_copy(transfers.queues):
             return True
         budget = self._loop.budget()
-        if self.transfers.waits:
-            self._advance(self.transfers.look)
+        if waits:
+            self._advance(self._mover.look)
             self._take_ends()
-        while self.transfers.pending:
+        while transfers.pending:
             # What others wait for leaves before this thread plans and launches.
             self._loop.flush()
-            more = self._advance(partial(self.transfers.start, budget))
+            begun = self._advance(partial(self._mover.start, budget))
             self._take_ends()
-            if not more:
+            if not begun:
                 break
-        moving = self.transfers.waits or budget.spent
-        if self.transfers.prepared.gathers.waiting:
+        moving = transfers.waits or budget.spent
+        if prepared.gathers.waiting:
             self._loop.flush()
-            moving |= self.transfers.prepared.work()
+            moving |= prepared.work()
         return moving or waiting
 
     def _take_ends(self) -> None:
@@ -252,7 +254,7 @@ class PrefillSide(PrefillRooms):
     def on_ticket(self, event: WriteEnded | Settled) -> None:
         """A write ended."""
         try:
-            self.transfers.writes.on_ticket(event)
+            self.transfers.posts.on_ticket(event)
         finally:
             self._take_outcomes()
 
@@ -261,11 +263,12 @@ class PrefillSide(PrefillRooms):
     def tick(self) -> None:
         """Deadlines, repeats, and what was parked for too long: of rooms for which something is due."""
         now = self._loop.now
-        self._advance(self.transfers.look_at_failed)
+        if self.transfers.failed:
+            self._advance(self.transfers.look_at_failed)
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
         self._arrivals.tick()
-        self.quarantined_slots = self.transfers.writes.slots_of(self._failed) if self._failed else 0
+        self.quarantined_slots = self.transfers.staged.slots_of(self._failed)
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
@@ -283,7 +286,7 @@ class PrefillSide(PrefillRooms):
         self.transfers.check_integrity()
         self._arrivals.check_integrity()
         hopeful = {room for room in self._rooms.values() if room.machine.error is None}
-        self.transfers.prepared.check_integrity(hopeful)
+        self.transfers.staged.prepared.check_integrity(hopeful)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
         assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():

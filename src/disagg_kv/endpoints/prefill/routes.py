@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
-import numpy as np
 from attrs import evolve, frozen
 
-from ...core import FlowPlan, Transfer, Verify
+from ...core import FlowPlan, Transfer, Verify, verified
 from ...core.wire.frames import Expect, WirePace, wire_pace
 from ...core.wire.page_runs import tables_from_wire
 from ...errors import ConfigurationError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
-from ...geometry import I32, shards_as
-from ...ids import Epoch, Rank, RegionId, RoomId, room_name
+from ...geometry import shards_as
+from ...ids import Epoch, Rank, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
 from ...planning import (
     UNLIMITED,
@@ -32,17 +32,25 @@ from ...planning import (
     StagedLayout,
     Writes,
     check_pages,
-    check_tables,
 )
-from ...strategies import PER_CHUNK, Job, Schedule, Selection, Tables, TransferPlanner, maps_pages, refusal
+from ...strategies import (
+    PER_CHUNK,
+    Job,
+    Schedule,
+    Selection,
+    Tables,
+    TransferPlanner,
+    exposes_pages,
+    refusal,
+)
 from ...transports import Flags, Lane
 from ..cached_prefix import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
 from .read_pools import ReadPools
 
-Plan = Writes | StagedLayout | PageCopy
-"""What a transfer does: writes into exposed pages, a gather, or a copy into mapped pages."""
+P = TypeVar("P", Writes, StagedLayout, PageCopy)
+"""A plan."""
 
 OnGroups = Callable[[range, Groups], None]
 """Called with a run of layers and the groups into which it is cut."""
@@ -61,9 +69,8 @@ class Route:
         view: that in our pool; routes with the same bytes have the same view.
         intake: what it gets from all ranks.
         tables: its pages, where they are exposed.
-        ring: its ring.
         start: the first row that it awaits.
-        verify: how much it wants compared.
+        verify: how much each side wants compared.
         mapped: its pool as it is mapped here, where the path copies into it.
         flags: its flag page, where the path exposes pages and the page is open here.
     """
@@ -76,15 +83,34 @@ class Route:
     view: PartView
     intake: Intake
     tables: Tables
-    ring: RegionId
     start: int
-    verify: Verify
+    verify: tuple[Verify, Verify]
     mapped: MappedPool | None = None
     flags: Flags | None = None
 
+    def verifies(self, room: RoomId, segment: Segment) -> bool:
+        """Whether decode compares a segment with checksums of ours."""
+        return verified(room, segment, *self.verify)
+
+    def plan(self, kind: type[P], wanted: str, transfer: Transfer, tables: Tables) -> P:
+        """What the path plans for a transfer: never more than the part, nor outside our pages.
+
+        Raises:
+            LocalProtocolError: it is of another ``kind`` or size than its mover has ``wanted``.
+        """
+        segment, site = transfer.segment, self.pool.site
+        check_pages(site, self.view.layout(segment), tables)
+        plan = self.path.send(Job(self.pair, segment, tables, self.tables))
+        staged = plan.source if isinstance(plan, PageCopy) else plan
+        fits = not site.conversions if isinstance(staged, Writes) else staged.nbytes == transfer.nbytes
+        if not isinstance(plan, kind) or not fits:
+            planned = f"plans {type(plan).__name__}s for {segment}, which takes {wanted}"
+            raise LocalProtocolError(f"path {self.path.name!r} {planned}")
+        return plan
+
 
 class Router:
-    """Finds the route of a room towards a decode rank, and plans its transfers.
+    """Finds the route of a room towards a decode rank.
 
     Args:
         me: this endpoint.
@@ -96,6 +122,7 @@ class Router:
         mapping: the pool of a decode rank, as it is mapped here.
         request_pages: see :class:`~disagg_kv.core.Options`.
         lane: what carries writes to a decode rank.
+        verify: how many segments this side wants compared.
     """
 
     def __init__(
@@ -109,7 +136,9 @@ class Router:
         mapping: Callable[[Epoch], Mapping],
         request_pages: int,
         lane: Callable[[Epoch], Lane],
+        verify: Verify,
     ) -> None:
+        self._verify: Verify = verify
         self._lane = lane
         self._mapping = mapping
         self._request_pages = request_pages
@@ -118,7 +147,6 @@ class Router:
         self._selection = selection
         self._schedule = schedule
         self._pace = pace
-        self._regions: I32 = np.array(me.regions, np.int32)
         self._paths = {path.name: path for path in paths}
         self._plans: dict[Epoch, InstancePlans] = {}
 
@@ -169,14 +197,13 @@ class Router:
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:
             limits = cutting(intake, me.rank, Limits(me.slot_bytes, hello.lease_bytes, limits.page_rows), path)
-        if not path.exposes_pages and stuck >= quota:
+        if not exposes_pages(path) and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
-        ring = RegionId(hello.ring_region)
-        mapped = mapping.pool if maps_pages(path) else None
+        mapped = mapping.pool if path.mover == "mapped" else None
         known = pair, pair.source_view, intake, tables
-        flags = mapping.flags if path.exposes_pages else None
-        route = Route(remote, path, lane, pool, *known, ring, frame.start, frame.verify, mapped, flags)
+        flags, verify = mapping.flags if exposes_pages(path) else None, (self._verify, frame.verify)
+        route = Route(remote, path, lane, pool, *known, frame.start, verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
         plan = FlowPlan(
@@ -184,7 +211,7 @@ class Router:
             intake,
             intake.floor(frame.start),
             frame.stop,
-            path.exposes_pages,
+            exposes_pages(path),
             limits,
             grouping,
             partial(self._measured, lane),
@@ -203,9 +230,9 @@ class Router:
         path = self._paths.get(frame.path)
         if path is None or (path.name, path.version) not in remote.hello.paths:
             raise ConfigurationError(f"path {frame.path!r} is not known on both sides: {', '.join(self._paths)}")
-        if path.exposes_pages is (frame.tables is None):
-            raise RemoteProtocolError(f"path {path.name!r} with{'out' * path.exposes_pages} page tables")
-        if maps_pages(path) and mapping.pool is None and pair.parts:
+        if exposes_pages(path) is (frame.tables is None):
+            raise RemoteProtocolError(f"path {path.name!r} with{'out' * exposes_pages(path)} page tables")
+        if path.mover == "mapped" and mapping.pool is None and pair.parts:
             raise ConfigurationError(f"path {path.name!r} cannot: {mapping.refused}")
         if pair.parts and (reason := refusal(path, pair)) is not None:
             raise ConfigurationError(f"path {path.name!r} cannot: {reason}")
@@ -237,29 +264,6 @@ class Router:
         on_groups(run, groups)
         return groups.cut(run)
 
-    def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Plan:
-        """What to post, to gather or to copy: never more than the part, nor outside the peer's ring or its pages."""
-        hello, name, segment = route.remote.hello, route.path.name, transfer.segment
-        site = route.pool.site
-        check_pages(site, route.view.layout(segment), tables)
-        plan = route.path.send(Job(route.pair, segment, tables, route.tables))
-        if route.mapped is not None and isinstance(plan, PageCopy) and plan.source.nbytes == transfer.nbytes:
-            check_tables(site, plan.source, tables)
-            check_tables(route.remote.site, plan.target, route.tables)
-            return plan
-        if transfer.offset is None and route.mapped is None and isinstance(plan, Writes) and not site.conversions:
-            return plan.renamed(self._regions, np.array(hello.regions, np.int32))
-        if transfer.offset is None or not isinstance(plan, StagedLayout) or plan.nbytes != transfer.nbytes:
-            wanted = f"a layout of {transfer.nbytes} bytes" if transfer.offset is not None else "writes into pages"
-            if route.mapped is not None:
-                wanted = f"a copy of {transfer.nbytes} bytes"
-            raise LocalProtocolError(f"path {name!r} plans {type(plan).__name__}s for {segment}, which takes {wanted}")
-        if transfer.offset + transfer.nbytes > hello.ring_bytes:
-            end = transfer.offset + transfer.nbytes
-            granted = f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}"
-            raise RemoteProtocolError(f"{route.remote.name}: {granted}")
-        return plan
-
 
 def cutting(intake: Intake, writer: Rank, limits: Limits, path: TransferPlanner) -> Limits:
     """What cuts a chunk into segments; nothing, where a path that exposes pages could not stage a row.
@@ -272,7 +276,7 @@ def cutting(intake: Intake, writer: Rank, limits: Limits, path: TransferPlanner)
     try:
         intake.segments(writer, 0, 1, limits)
     except OversizeError:
-        if not path.exposes_pages:
+        if not exposes_pages(path):
             raise
         return evolve(UNLIMITED, page_rows=limits.page_rows)
     return limits

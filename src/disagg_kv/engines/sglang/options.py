@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from ...errors import ConfigurationError
-from ...strategies import AUTO, PER_CHUNK, paths, strategy
+from ...strategies import AUTO, PER_CHUNK, exposes_pages, paths, strategy
 from ..opening import selecting
 from ..options import EngineOptions
 
@@ -29,7 +29,7 @@ class SGLangOptions(EngineOptions):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         chosen = strategy(self.strategy)
-        if chosen.path != AUTO and paths()[chosen.path].exposes_pages:
+        if chosen.path != AUTO and exposes_pages(paths()[chosen.path]):
             raise ConfigurationError(
                 f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which SGLang frees "
                 "without waiting for them; take 'staged'"

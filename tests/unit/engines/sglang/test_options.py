@@ -16,7 +16,7 @@ from disagg_kv.engines import sglang
 from disagg_kv.engines.sglang import names
 from disagg_kv.engines.sglang.options import VARIABLE, SGLangOptions
 from disagg_kv.errors import ConfigurationError, UnknownNameError, UnsupportedError
-from disagg_kv.strategies import AUTO, paths, strategy
+from disagg_kv.strategies import AUTO, exposes_pages, paths, strategy
 
 ROOT = Path(__file__).parents[4]
 
@@ -40,7 +40,7 @@ def test_no_strategy_exposes_pages(taken: str) -> None:
 def no_pages_are_exposed(taken: str = "auto") -> None:
     """By the endpoint of either side, which takes one path by its name."""
     chosen = strategy(read({"strategy": taken}).names())
-    exposing = {AUTO, *(name for name, path in paths().items() if path.exposes_pages)}
+    exposing = {AUTO, *(name for name, path in paths().items() if exposes_pages(path))}
     assert chosen.path not in exposing
     assert (chosen.schedule.name, chosen.selection.name) == ("per_chunk", "incremental")
 

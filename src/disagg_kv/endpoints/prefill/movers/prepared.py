@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable
-from typing import TypeVar
 
 from attrs import define, field, frozen
 
-from ...core import Transfer
-from ...ids import Epoch
-from ...kernels import Kernels, Move, PreparedGather, SupportsPreparing
-from ...memory import Buffer, MemoryPool
-from ...planning import Segment, StagedLayout
-from ...staging import ALIGNMENT
-from ...strategies import Tables
-from ..loop.event_loop import EventLoop
-from ..prepared import PreparedLaunches
-from .room import PrefillRoom
-from .routes import Plan, Route
+from ....core import Transfer
+from ....ids import Epoch
+from ....kernels import Kernels, Move, PreparedGather, SupportsPreparing
+from ....memory import Buffer
+from ....planning import Segment, StagedLayout
+from ....staging import ALIGNMENT
+from ....strategies import Tables
+from ...loop.event_loop import EventLoop
+from ...prepared import PreparedLaunches
+from ..room import PrefillRoom
+from ..routes import Route
+from .pending import take_out
 
 
 @frozen(eq=False)
@@ -26,17 +26,11 @@ class Planned:
 
     Args:
         plan, tables: from where.
-        pool: what is gathered from, as its destination reads it.
-        share: transfers of one segment for which this is equal carry the same bytes.
-        destinations: how many get some of the segment.
         seconds: time that planning took.
     """
 
     plan: StagedLayout
     tables: Tables
-    pool: MemoryPool
-    share: Hashable
-    destinations: int
     seconds: float
 
 
@@ -59,8 +53,6 @@ class SlotLayout:
         return self.of[share]
 
 
-V = TypeVar("V")
-
 _At = tuple[PrefillRoom, Segment]
 _Members = list[tuple[Transfer, int]]
 """Transfers that one gather serves, each with its place in the slot."""
@@ -77,7 +69,7 @@ class PreparedGathers:
         loop: the endpoint's: its clock and observer.
         kernels, staging: what gathers, and to where.
         slot_bytes: the most that one gather fills.
-        plan: what a transfer gathers, or writes straight to pages.
+        plan: what a transfer gathers.
     """
 
     def __init__(
@@ -86,7 +78,7 @@ class PreparedGathers:
         kernels: Kernels,
         staging: Buffer,
         slot_bytes: int,
-        plan: Callable[[Route, Transfer, Tables], Plan],
+        plan: Callable[[Route, Transfer, Tables], StagedLayout],
     ) -> None:
         self._loop = loop
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
@@ -121,8 +113,8 @@ class PreparedGathers:
     def _take(self, room: PrefillRoom, transfer: Transfer) -> tuple[Transfer, Planned] | None:
         key = room, transfer.segment
         if key in self.gathers.waiting:
-            _pop(self.gathers.waiting, key, transfer.to)
-        return _pop(self.planned, key, transfer.to) if key in self.planned else None
+            take_out(self.gathers.waiting, key, transfer.to)
+        return take_out(self.planned, key, transfer.to) if key in self.planned else None
 
     def forget(self, room: PrefillRoom) -> None:
         """A room has failed or ended, or its pages are taken away."""
@@ -136,7 +128,7 @@ class PreparedGathers:
         if key is None:
             return False
         transfer = next(iter(self.gathers.waiting[key].values()))
-        _pop(self.gathers.waiting, key, transfer.to)
+        take_out(self.gathers.waiting, key, transfer.to)
         self.gathers.prepare(key, lambda: self._prepare(key[0], transfer))
         return bool(self.gathers.waiting)
 
@@ -147,31 +139,34 @@ class PreparedGathers:
             return None
         known = self.planned.setdefault((room, transfer.segment), {})
         known[transfer.to] = transfer, planned
-        return self._gather(list(known.values())) if len(known) == planned.destinations else None
+        destinations = sum(transfer.segment in flow.outbound for flow in room.machine.flows.values())
+        return self._gather(room, list(known.values())) if len(known) == destinations else None
 
     def _foresee(self, room: PrefillRoom, transfer: Transfer) -> Planned | None:
         """What a transfer will gather; None: that is not known before its rows are there, or it has become void."""
         segment, started = transfer.segment, self._loop.clock()
         if segment.state or not room.machine.flows[transfer.to].awaits(transfer):
             return None
-        tables, route = room.machine.rows.chunk(segment).tables, room.routes[transfer.to]
-        plan = None if tables is None else self._plan(route, transfer, tables)
-        if tables is None or not isinstance(plan, StagedLayout):
+        tables = room.machine.rows.chunk(segment).tables
+        if tables is None:
             return None
-        destinations = sum(segment in flow.outbound for flow in room.machine.flows.values())
-        return Planned(plan, tables, route.pool, route.view, destinations, self._loop.clock() - started)
+        plan = self._plan(room.routes[transfer.to], transfer, tables)
+        return Planned(plan, tables, self._loop.clock() - started)
 
-    def _gather(self, members: list[tuple[Transfer, Planned]]) -> tuple[_Members, PreparedGather] | None:
+    def _gather(
+        self, room: PrefillRoom, members: list[tuple[Transfer, Planned]]
+    ) -> tuple[_Members, PreparedGather] | None:
         places, moves, where = SlotLayout(), dict[int, Move](), list[tuple[Transfer, int]]()
+        pool = room.routes[members[0][0].to].pool
         for transfer, planned in members:
-            fits = places.room_for(planned.share, transfer.nbytes, self._slot_bytes)
-            if not fits or planned.pool is not members[0][1].pool:
+            route = room.routes[transfer.to]
+            if route.pool is not pool or not places.room_for(route.view, transfer.nbytes, self._slot_bytes):
                 return None
-            place = places.add(planned.share, transfer.nbytes)
+            place = places.add(route.view, transfer.nbytes)
             moves.setdefault(place, Move(planned.plan, planned.tables, place))
             where.append((transfer, place))
         assert self._preparing is not None
-        gather = self._preparing.prepare_gather(members[0][1].pool, list(moves.values()), self._staging)
+        gather = self._preparing.prepare_gather(pool, list(moves.values()), self._staging)
         return None if gather is None else (where, gather)
 
     def check_integrity(self, rooms: Container[PrefillRoom]) -> None:
@@ -185,11 +180,3 @@ class PreparedGathers:
         for key, found in ready.items():
             assert {t.to for t, _ in found.condition} <= self.planned.get(key, {}).keys(), "a gather without its plans"
         assert all(room in rooms for room, _ in (*waiting, *self.planned)), "prepared for a room that is over"
-
-
-def _pop(table: dict[_At, dict[Epoch, V]], key: _At, to: Epoch) -> V | None:
-    """Take one destination out of a segment's entry, and the entry with the last of them."""
-    found = table[key].pop(to, None)
-    if not table[key]:
-        del table[key]
-    return found

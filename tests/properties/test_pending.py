@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_kv.core import RoomKey, Transfer
-from disagg_kv.endpoints.prefill.waiting import PendingTransfers
+from disagg_kv.endpoints.prefill.movers.pending import PageLines, SlotLines
 from disagg_kv.ids import Epoch, Generation, RoomId
 from disagg_kv.planning import Segment
 
@@ -27,9 +27,10 @@ def straight(name: Name) -> bool:
 @given(steps, st.sets(st.sampled_from(PEERS)))
 def test_it_is_a_list_that_is_searched_without_a_search(given: list[tuple[str, Name, int]], full: set[Epoch]) -> None:
     """The oracle is a plain dict in the order of arrival."""
-    waiting, model = PendingTransfers[RoomKey](), dict[Name, Transfer]()
+    pages, slots, model = PageLines[RoomKey](), SlotLines[RoomKey](), dict[Name, Transfer]()
     for what, name, lease in given:
         room, to, segment = name
+        waiting = pages if straight(name) else slots
         if what == "add":
             transfer = Transfer(to, segment, None if straight(name) else lease, 1, lease)
             waiting.add(room, transfer)
@@ -40,14 +41,13 @@ def test_it_is_a_list_that_is_searched_without_a_search(given: list[tuple[str, N
         elif what == "forget":
             waiting.forget(room)
             model = {key: one for key, one in model.items() if key[0] != room}
-        assert len(waiting) == len(model)
+        assert set(pages.of) | set(slots.of) == {room for room, _, _ in model}
         staged = [(key, one) for key, one in model.items() if not straight(key)]
         first = next(((key[0], one) for key, one in staged if key[1] not in full), None)
-        assert waiting.first(full.__contains__) == first
+        assert slots.first(full.__contains__) == first
         for r in ROOMS:
             for s in SEGMENTS:
-                assert waiting.same(r, s) == [one for key, one in staged if key[0] == r and key[2] == s]
+                assert slots.same(r, s) == [one for key, one in staged if key[0] == r and key[2] == s]
             for p in PEERS:
                 line = [one for key, one in model.items() if straight(key) and key[:2] == (r, p)]
-                assert next(waiting.direct(r, p), None) == (line[0] if line else None)
-                assert ((r, p) in waiting.lines()) == bool(line)
+                assert [list(of) for room, to, of in pages.lines() if (room, to) == (r, p)] == [line] * bool(line)

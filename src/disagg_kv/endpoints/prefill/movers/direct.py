@@ -1,0 +1,68 @@
+"""Writes straight from a room's pages into exposed pages of decode ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....core import Transfer
+from ....geometry import I32
+from ....planning import Writes
+from ....strategies import Tables
+from ...loop.budget import Budget
+from ...loop.event_loop import EventLoop
+from ..room import PrefillRoom
+from ..routes import Route
+from .pending import PageLines
+from .posts import Post, Posts
+
+
+class DirectMover:
+    """A :class:`~.base.Mover`.
+
+    Of a room and a destination only the first transfer is considered: rows become final in order.
+
+    Args:
+        loop: the endpoint's.
+        posts: the account of what has begun.
+    """
+
+    def __init__(self, loop: EventLoop, posts: Posts) -> None:
+        self._posts = posts
+        self._regions: I32 = np.array(loop.me.regions, np.int32)
+        self.lines = PageLines[PrefillRoom]()
+        self.add, self.withdraw, self.outcome = self.lines.add, self.lines.forget, posts.outcome
+        self.waits = False
+        """Whether a transfer waits for an event that only polling finds."""
+
+    def look(self) -> None:
+        """Nothing to do: the transport reports the ends of its writes."""
+
+    def start(self, budget: Budget) -> list[Post]:
+        """See :class:`~.base.Mover`."""
+        begun: list[Post] = []
+        self.waits = False
+        for room, to, transfers in self.lines.lines():
+            for transfer in transfers:
+                try:
+                    after = room.ready_events.before(transfer.segment)
+                    queued = room.routes[to].lane.caps.waits_events
+                    waits = after is not None and not queued and not after.query()
+                except Exception as exc:
+                    self.lines.remove(room, to, transfer.segment)
+                    self._posts.broken(room, exc)
+                    continue
+                self.waits |= waits
+                if waits or not budget.take():
+                    break
+                self.lines.remove(room, to, transfer.segment)
+                one = self._posts.begin(room, transfer, self._plan)
+                if one is not None:
+                    post, writes = one
+                    self._posts.post(post, writes, post.after if queued else None)
+                    begun.append(post)
+        return begun
+
+    def _plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes:
+        """The writes, with the regions of both sides."""
+        plan = route.plan(Writes, "writes into pages", transfer, tables)
+        return plan.renamed(self._regions, np.array(route.remote.hello.regions, np.int32))
