@@ -89,7 +89,7 @@ class PrefillOptions(TypedDict, total=False):
     uses: Collection[Feature]
     slot_bytes: int
     slots: int
-    kernels: Kernels
+    kernels: Kernels | None
     options: Options
 
 
@@ -102,7 +102,7 @@ class DecodeOptions(TypedDict, total=False):
     ring_bytes: int
     allocator: Callable[[int], StagingAllocator]
     scatter_bytes_per_s: float | None
-    kernels: Kernels
+    kernels: Kernels | None
     options: Options
 
 
