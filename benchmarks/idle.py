@@ -67,7 +67,7 @@ from disagg_kv import (
 from disagg_kv.channels import Channel, UnixChannel, ZmqChannel
 from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints.loop import event_loop
-from disagg_kv.endpoints.loop.idle import SHORTEST_PAUSE_S, IdlePolicy, Rest
+from disagg_kv.endpoints.loop.timing import SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.ids import LayerId, Role, RoomId
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import SupportsAllocate, between_processes

@@ -12,6 +12,7 @@ from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.decode.room import DecodeRoom
+from disagg_kv.endpoints.loop.event_loop import SOON_S
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import (
     AbortedError,
@@ -46,7 +47,7 @@ MAPPED_S = 0.5
 """A room may end for want of time while a pool is mapped, and within this after it."""
 
 OVERDUE = 3
-"""Frames of a step may make something due, which the next step handles; more steps in a row are in vain."""
+"""Frames of a step may make something due, which a step handles SOON_S later; more steps in a row are in vain."""
 
 EVERYTHING = 8
 """In every eighth step of a process all of its rooms are checked, in other steps those that took an event."""
@@ -389,7 +390,7 @@ class Checks:
         if "links.dropped" in node.counters.of:
             self._world.mark("links:dropped")
         due = node.loop.side.next_at()
-        overdue = due is not None and due < node.loop.now and not node.behind and not node.failing
+        overdue = due is not None and due < node.loop.now - SOON_S and not node.behind and not node.failing
         node.overdue = node.overdue + 1 if overdue else 0
         if node.overdue > OVERDUE:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")

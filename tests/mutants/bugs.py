@@ -25,7 +25,7 @@ SCATTER = "endpoints.decode.scatter:ScatterQueue."
 DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
 LEASE = "prefix.cache:PrefixLease."
 LOOP = "endpoints.loop.event_loop:EventLoop."
-INBOX = "endpoints.loop.receive_buffer:ReceiveBuffer."
+INBOX = "endpoints.loop.buffers:ReceiveBuffer."
 LINKS = "endpoints.peers.connections:Connections."
 DIRECTORY = "endpoints.peers.directory:Directory."
 ROSTER = "endpoints.peers.peer_registry:PeerRegistry."
@@ -46,7 +46,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a segment is sent again to a destination that has it",
            STAGED + "_gathered", "in posts:", "in [*posts, *posts]:"),
     Mutant("a link is dropped although memory in quarantine waits for evidence about its peer",
-           DECODE + "_publish", "self._hold(room)", "self._hold(room)\n        self._used.forget(room.key)"),
+           DECODE + "_publish", "unsettled, hellos =", "self._used.forget(room.key)\n        unsettled, hellos ="),
     Mutant("links to dead subscribers are kept for ever",
            LINKS + "drop", "self._disconnect(link)", "pass"),
     Mutant("a write that could not be posted is only logged",
@@ -179,11 +179,11 @@ BUGS: Sequence[Mutant] = (
            "if len(self._pending) > self._options.tombstones:\n"
            "        return self._end(key.room, pending, 'many wait')\n    if self._leader_lost:"),
     Mutant("all commands of an engine go before heartbeats",
-           LOOP + "_progress", "while self._commands and budget.take():", "while self._commands:"),
+           LOOP + "_act", "while self._commands and budget.take():", "while self._commands:"),
     Mutant("all frames go before heartbeats",
-           INBOX + "take", "while self._left and budget.take():", "while self._left:"),
+           INBOX + "take", "while self.left and budget.take():", "while self.left:"),
     Mutant("what one turn has no time for is forgotten",
-           INBOX + "fetch", "if not self._left:", "if self._left or True:\n        self._left.clear()"),
+           INBOX + "fetch", "if not self.left:", "if self.left or True:\n        self.left.clear()"),
     Mutant("a room that failed succeeds after all",
            "core.room.send_room:SendRoom.decided", "if self.error is not None or self.done:\n        return []",
            "self.error = None"),
@@ -211,11 +211,11 @@ BUGS: Sequence[Mutant] = (
     Mutant("what is held is sent again",
            "endpoints.decode.handle:ReceptionHandle._checked", "Expectation(start, stop,", "Expectation(0, stop,"),
     Mutant("layers are final before their event has happened",
-           "endpoints.prefill.handle:ForwardPass._flush", "layers, event)", "layers, None)"),
+           "endpoints.prefill.handle:ForwardPass._flush", "layers, event, ", "layers, None, "),
     Mutant("a group is sent when its first layer is final",
            "core.room.rows:_Call.final", "or all(", "or any("),
     Mutant("a pass is final for the first of its rooms only",
-           "endpoints.prefill.handle:ForwardPass._flush", "final(self._handed,", "final(self._handed[:1],"),
+           "endpoints.prefill.handle:ForwardPass._flush", "final_at, self._handed,", "final_at, self._handed[:1],"),
     Mutant("states are read before their event has happened",
            DELIVERY + "finish", "act, ready)", "act, None)"),
     Mutant("every rank that holds a state sends all of it",
@@ -244,8 +244,8 @@ BUGS: Sequence[Mutant] = (
     Mutant("an observer's error reaches the endpoint",
            "trace:Guarded.count", "except Exception:", "except ZeroDivisionError:"),
     Mutant("a transport whose poll raises stops commands and ticks",
-           LOOP + "_progress", "if self._guard(self.poll_transport) and",
-           "if self.poll_transport() and"),
+           LOOP + "_act", "self.failures.met(exc)\n    if due",
+           "self.failures.met(exc)\n        return True\n    if due"),
     Mutant("an error in the handling of an error is only logged",
            "endpoints.loop.failures:Failures.unforeseen", "raise Broken(self._broken_by(second)) from second",
            "pass"),
@@ -253,7 +253,7 @@ BUGS: Sequence[Mutant] = (
            "endpoints.loop.driver:Driver._advance", "self._break_down(self.loop.failures.break_down(exc))",
            "self.loop.failures.break_down(exc)"),
     Mutant("a broken endpoint takes calls",
-           "endpoints.loop.admission:Admission.check", "if error is not None:", "if False:"),
+           "endpoints.loop.turn:Admission.check", "if error is not None:", "if False:"),
     Mutant("a peer that is lost while it is linked is there once it is linked",
            LINKS + "give_up", "link.wanted = False", "link.wanted = True"),
     Mutant("a link that is not wanted any more stays",

@@ -35,7 +35,7 @@ def check_links(endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
         "remotes": set(loop.remotes),
         "linked": set(links),
         "watched": set(monitor._watches._watched),
-        "ended": set(monitor._ended),
+        "ended": set(monitor.landing),
         "listed": set(loop.peer_registry._present),
     }
     left = {what: lives - may_hold(loop) for what, lives in held.items() if lives - may_hold(loop)}

@@ -103,6 +103,11 @@ class Options:
                 f"options: retry_most_s, {self.retry_most_s:g}, is below retry_s, {self.retry_s:g}"
             )
 
+    @property
+    def soon_s(self) -> float:
+        """The shortest time after which something may be due for a room."""
+        return min(self.retry_s, self.claim_s, self.total_s, self.silence_s)
+
     def of_room(self, total_s: float | None, claim_s: float | None) -> Options:
         """The same with a room's own times; None: these.
 

@@ -41,13 +41,13 @@ class Timers(Generic[K]):
         else:
             heappush(self._heap, (when, self._number, key))
 
-    def by(self, key: K, when: float | None) -> None:
-        """Make a key due at this time or before; None: never.
+    def by(self, key: K, when: float) -> None:
+        """Make a key due at this time or before.
 
         An earlier time stays: one check in vain costs less than to move it.
         """
         known = self._due.get(key)
-        if known is None or when is None or when < known[0]:
+        if known is None or when < known[0]:
             self.schedule(key, when)
 
     def due(self, now: float) -> Iterable[K]:
@@ -56,14 +56,10 @@ class Timers(Generic[K]):
         Keys come one at a time: if handling one raises, the others keep their times. A key that gets a time meanwhile
         comes with the next call, however early that time is.
         """
-        later = not self._heap or self._heap[0][0] > now
-        if later and not self._next_round and not self._crowded:
-            self._round = now
-            return ()
-        return self._pop(now)
+        self._begin_round(now)
+        return self._pop(now) if self._heap and self._heap[0][0] <= now else ()
 
     def _pop(self, now: float) -> Iterator[K]:
-        self._begin_round(now)
         while self._heap and self._heap[0][0] <= now:
             _, number, key = heappop(self._heap)
             known = self._due.get(key)
@@ -85,18 +81,13 @@ class Timers(Generic[K]):
     def _begin_round(self, now: float) -> None:
         """Add the postponed entries; rebuild the heap if most of its entries are out of date."""
         self._round = now
-        if not self._due or self._crowded:
+        if not self._due or len(self._heap) > 2 * len(self._due) + SPARE:
             self._heap = [(at, number, key) for key, (at, number) in self._due.items()]
             heapify(self._heap)
         else:
             for entry in self._next_round:
                 heappush(self._heap, entry)
         self._next_round.clear()
-
-    @property
-    def _crowded(self) -> bool:
-        """Whether most of the heap is out of date."""
-        return len(self._heap) > 2 * len(self._due) + SPARE
 
     def clear(self) -> None:
         """Remove all keys."""

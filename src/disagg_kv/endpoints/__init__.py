@@ -14,8 +14,7 @@ from .api import (
 )
 from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
-from .loop.cores import threads_on
-from .loop.environment import Environment
+from .loop.construction import Environment, threads_on
 from .peers.incarnation import Incarnation
 from .peers.peer_registry import format_peers
 from .prefill.endpoint import PrefillEndpoint

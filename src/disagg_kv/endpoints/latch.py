@@ -14,26 +14,23 @@ class Latch:
     A signal handler that interrupts a call of this may make any other. A ``threading.Event`` does not allow that: each
     of its calls holds a lock of its own for a moment. The thread that sets the event would wait for that lock, and the
     handler for the thread. Here the one lock is free only once nothing waits for it any more.
+
+    ``is_set``: whether it is set.
     """
 
     def __init__(self) -> None:
-        self._is_set = False
+        self.is_set = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    @property
-    def is_set(self) -> bool:
-        """Whether it is set."""
-        return self._is_set
-
     def set(self) -> None:
         """Let all threads go on; again is harmless."""
-        if not self._is_set:
-            self._is_set = True
+        if not self.is_set:
+            self.is_set = True
             self._lock.release()
 
     def wait(self) -> None:
         """Block until it is set."""
-        while not self._is_set:
+        while not self.is_set:
             if self._lock.acquire(timeout=LOOK_S):
                 self._lock.release()

@@ -258,7 +258,7 @@ class Home:
         Raises:
             LocalProtocolError: it is a child of it.
         """
-        if not self.here:
+        if os.getpid() != self._pid:
             raise LocalProtocolError(
                 f"{self._what} belongs to process {self._pid}; its forked child {os.getpid()} cannot use it, "
                 "and has to make one of its own"

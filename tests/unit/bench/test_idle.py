@@ -11,7 +11,7 @@ import pytest
 from bench.ranks import Ranks
 from benchmarks.idle import AS_IT_IS, Turns, Without, policy
 from disagg_kv.endpoints.loop import event_loop
-from disagg_kv.endpoints.loop.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
+from disagg_kv.endpoints.loop.timing import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.transports import Capabilities
 
 SLOW = Capabilities(bytes_per_s=8e9)

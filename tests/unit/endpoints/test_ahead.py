@@ -9,7 +9,7 @@ import pytest
 
 from disagg_kv.core import Codec
 from disagg_kv.core.wire.frames import Return
-from disagg_kv.endpoints.loop.send_buffer import SendBuffer
+from disagg_kv.endpoints.loop.buffers import SendBuffer
 from disagg_kv.endpoints.peers.limited_log import LimitedLog
 from disagg_kv.endpoints.prefill.movers.prepared import PreparedGathers
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted

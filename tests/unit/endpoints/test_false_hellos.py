@@ -22,7 +22,7 @@ from attrs import evolve
 from disagg_kv.channels import Arrived, InprocChannel
 from disagg_kv.core import Codec, Hello, Options, Phase
 from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
-from disagg_kv.endpoints.loop.budget import MOST
+from disagg_kv.endpoints.loop.timing import MOST
 from disagg_kv.errors import DisaggKVError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Role

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from disagg_kv.core import Options
@@ -61,3 +63,14 @@ def test_an_endpoint_does_nothing_for_rooms_that_wait(case: str) -> None:
             turn(rig)
     few, many = (quiet(rig) for rig in rigs)
     assert many <= 1.1 * few, (few, many)
+
+
+def test_a_step_in_which_nothing_comes_and_nothing_is_due_is_short() -> None:
+    """It asks no peer, no room and no timer one by one. An engine may poll at any rate."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    rig.request("first", prefills, decodes, 2).start().landed()
+    rig.quiet()
+    for member in (*prefills, *decodes):
+        member.endpoint.driver.step(0.0)
+        assert calls(partial(member.endpoint.driver.step, 0.0)).total() <= 25

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg_kv.endpoints.loop.idle import FAST_BYTES_PER_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
+from disagg_kv.endpoints.loop.timing import FAST_BYTES_PER_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.transports import Capabilities
 
 SLOW, FAST = Capabilities(bytes_per_s=8e9), Capabilities(bytes_per_s=FAST_BYTES_PER_S)

@@ -11,7 +11,7 @@ import pytest
 from disagg_kv.channels import MAX_FRAME, Channel, News
 from disagg_kv.core import Codec, Phase, RoomFrame
 from disagg_kv.core.wire.frames import ChunkReady, Complete, Landed
-from disagg_kv.endpoints.loop.send_buffer import SendBuffer
+from disagg_kv.endpoints.loop.buffers import SendBuffer
 from disagg_kv.endpoints.peers.limited_log import LimitedLog
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
@@ -200,7 +200,7 @@ def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch:
     assert isinstance(kernels, PreparingKernels)
     event = FiredEvent()
     request.send(16, ready=event).finish()
-    rig.wait(0.1)
+    rig.wait(0.3)
     side, launched = rig.decodes[0].endpoint.driver.loop.side, list[int]()
     read = side.on_frame
 

@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.core import RoomKey
 from disagg_kv.endpoints import Environment, PrefillEndpoint
-from disagg_kv.endpoints.loop.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.loop.timing import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.prefill.handle import SubmittedChunk
 from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, EventFifo, ThroughputEstimator
 from disagg_kv.geometry import CacheSpec, PageTable, shard

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from disagg_kv.core import Options
-from disagg_kv.endpoints.loop.pauses import Pauses
+from disagg_kv.endpoints.loop.timing import Pauses
 from disagg_kv.errors import AbortedError, DeadlineError, GeometryError, InstanceClosedError, PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Rank

@@ -9,7 +9,7 @@ import pytest
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Channel, base, fit_together
 from disagg_kv.core import Options, RoomFrame
 from disagg_kv.core.wire.frames import ChunkReady, Done, Landed
-from disagg_kv.endpoints.loop import send_buffer as outbox
+from disagg_kv.endpoints.loop import buffers as outbox
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool

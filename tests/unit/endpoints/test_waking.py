@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.core import RoomKey
-from disagg_kv.endpoints.loop.admission import Admission
+from disagg_kv.endpoints.loop.failures import Failures
+from disagg_kv.endpoints.loop.turn import Admission
 from disagg_kv.endpoints.prefill.handle import ForwardPass, LayerGroups, SubmittedChunk
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec, Component
@@ -16,6 +18,8 @@ from disagg_kv.ids import Generation, LayerId, RoomId
 from disagg_kv.memory import Event
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.strategies import LayerPipelined
+from disagg_kv.trace import Silent
+from disagg_kv.transports import Home
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import FiredEvent
 
@@ -219,27 +223,32 @@ def test_a_group_is_complete_without_the_layers_that_keep_a_state_alone() -> Non
 
 
 class Commands:
-    """Notes what a pass says."""
+    """Notes what a pass says: a driver, its loop and its side in one."""
 
     def __init__(self) -> None:
-        self.admission = Admission(lambda: None)
+        failures = Failures("of a test", Silent(), time.monotonic, lambda error: None)
+        self.admission = Admission(Home("the endpoint"), failures)
+        self.loop = self
+        self.clock = time.monotonic
         self.said: list[str] = []
         self.events: list[Event | None] = []
 
-    def final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+    def post(self, command: Callable[[], None]) -> None:
+        command()
+
+    def final_at(
+        self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None, said: float
+    ) -> None:
         self.events.append(ready)
         self.said.append(f"final {sorted(layers or ())}")
 
-    def launch(self, handed: Sequence[SubmittedChunk], events: Mapping[LayerId, Event | None]) -> bool:
-        return False
-
-    def closed(self, handed: Sequence[SubmittedChunk], ready: Event | None) -> None:
+    def closed_at(self, handed: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
         self.said.append("closed")
 
-    def begun(self, handed: Sequence[SubmittedChunk]) -> None:
+    def begun(self, handed: Sequence[SubmittedChunk], at: float) -> None:
         self.said.append("begun")
 
-    def wake(self) -> None:
+    def drive(self) -> None:
         self.said.append("wake")
 
 
@@ -251,7 +260,8 @@ HALVES = {frozenset(LAYERS[:2]), frozenset(LAYERS[2:])}
 def a_pass(*, traced: bool = False) -> tuple[Commands, LayerGroups, ForwardPass]:
     """A pass over one room, whose groups are not known yet."""
     commands, cuts = Commands(), LayerGroups([ROOM], frozenset(LAYERS))
-    return commands, cuts, ForwardPass([], LAYERS, commands, cuts, layered=True, traced=traced)  # type: ignore[arg-type]
+    step = ForwardPass([], LAYERS, commands, commands, cuts, layered=True, traced=traced)  # type: ignore[arg-type]
+    return commands, cuts, step
 
 
 class Marks:

@@ -22,14 +22,12 @@ from ...strategies import AUTO, TransferPlanner, exposes_pages, paths
 from ...trace import Observer
 from ...transports import Transport
 from ..handle import ChangeQueue
-from ..loop.construction import Parts
+from ..loop.construction import Environment, Parts
 from ..loop.endpoint import Endpoint
-from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
 from ..peers.mapping import check_mapping, new_flag_page
 from ..staging_memory import exposable, made_by, new_staging, ready_kernels
 from ..status import Usage
-from .commands import PostedCommands
 from .handle import ReceptionHandle
 from .inspection import DecodeInspection
 from .quarantine import ALL_QUARANTINE
@@ -128,7 +126,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
                 return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter, flags)
 
             super().__init__(parts, me, side)
-        self._commands = PostedCommands(self.driver, self._side)
 
     def open(
         self,
@@ -151,7 +148,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
                     room=room,
                 )
             key = self._new_key(room)
-            handle = ReceptionHandle(key, self._pool, self._commands, self._selection)
+            handle = ReceptionHandle(key, self._pool, self.driver, self._side, self._selection)
             self._ids.add(room, handle)
             self.driver.post(partial(self._side.open, key, handle, source, own, tag))
         return handle

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from attrs import frozen
 
 from ... import arguments
 from ...core import RoomKey
-from ...errors import (
-    AbortedError,
-    EndpointBrokenError,
-    GeometryError,
-    LocalProtocolError,
-)
+from ...errors import AbortedError, DisaggKVError, EndpointBrokenError, GeometryError, LocalProtocolError
 from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId, room_name
 from ...memory import Event, MemoryPool
@@ -23,7 +19,7 @@ from ...strategies import Selection
 from ..cached_prefix import after, first_row
 from ..expectation import Expectation
 from ..handle import RoomHandle, check_states, check_tables
-from ..loop.admission import Admission
+from ..loop.driver import Driver
 
 
 @frozen
@@ -50,18 +46,13 @@ class CheckedExpectation:
 
 
 class DecodeCommands(Protocol):
-    """The endpoint, as its handles see it; nothing blocks."""
-
-    @property
-    def admission(self) -> Admission:
-        """Whether calls are taken."""
-        ...
+    """The decode side, as its handles see it: they post these calls to the loop."""
 
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Rows are awaited."""
         ...
 
-    def abort(self, key: RoomKey, error: AbortedError) -> None:
+    def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
         ...
 
@@ -69,12 +60,15 @@ class DecodeCommands(Protocol):
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, commands: DecodeCommands, selection: Selection) -> None:
+    def __init__(
+        self, key: RoomKey, pool: MemoryPool, driver: Driver, side: DecodeCommands, selection: Selection
+    ) -> None:
         super().__init__(key.room)
         self._selection = selection
         self._key = key
         self._pool = pool
-        self._commands = commands
+        self._driver = driver
+        self._side = side
         self._expected = False
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
@@ -86,9 +80,9 @@ class ReceptionHandle(RoomHandle):
         checked = self._checked(where, wanted)
         if wanted.aux is not None:
             self._pool.read_aux(wanted.aux)
-        with self._commands.admission.enter(where):
+        with self._driver.admission.enter(where):
             self._expected = True
-            self._commands.expect(self._key, checked)
+            self._driver.post(partial(self._side.expect, self._key, checked))
         return {g.id: checked.start for g in self._pool.site.token_groups}
 
     def _checked(self, where: str, wanted: Expectation) -> CheckedExpectation:
@@ -115,6 +109,7 @@ class ReceptionHandle(RoomHandle):
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
-        if not self._commands.admission.ended:
+        if not self._driver.admission.ended:
             with suppress(EndpointBrokenError):  # which has failed the room
-                self._commands.abort(self._key, AbortedError(f"{room_name(self.room)}: {reason}"))
+                error = AbortedError(f"{room_name(self.room)}: {reason}")
+                self._driver.post(partial(self._side.abort, self._key, error))

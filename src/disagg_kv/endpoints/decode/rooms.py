@@ -35,7 +35,6 @@ from ...core import (
     Tick,
     Verify,
 )
-from ...core.room.machine import ours
 from ...core.timers import Timers
 from ...core.wire.frames import Done, Expected, WirePace
 from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
@@ -52,7 +51,6 @@ from ..handle import ChangeQueue
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
-from ..peers.peer_registry import HeldMemory
 from ..peers.used_peers import UsedPeers
 from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
@@ -105,6 +103,7 @@ class DecodeSide:
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
+        self._touched: dict[DecodeRoom, None] = {}
         self._handling = False
         self._arrivals = Arrivals(loop, self._receipts.send)
         self._unmet: dict[Source, dict[RoomKey, DecodeRoom]] = {}
@@ -132,7 +131,7 @@ class DecodeSide:
         """Begin a room with its own times: find its prefill ranks."""
         now = self._loop.now
         machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag, source.instance)
-        room = DecodeRoom(key, machine, handle, source, now)
+        room = DecodeRoom(key, machine, handle, source, now, own.soon_s)
         handle.report.opened = now
         self._rooms[key] = room
         self._loop.vote(key, None, "")
@@ -154,7 +153,6 @@ class DecodeSide:
         """Ask prefill for rows once a room's pages may be written."""
         for room, event in self._expectations.ended():
             self._handle(room, event)
-            self._publish(room)
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
@@ -270,7 +268,7 @@ class DecodeSide:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
         room = self._rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
-        if epoch in self._loop.remotes:
+        if isinstance(frame, Done | Expected) and epoch in self._loop.remotes:
             self._learn(epoch, frame)
         if room is not None and epoch in room.machine.writers:
             try:
@@ -283,12 +281,13 @@ class DecodeSide:
         else:
             self._loop.observer.count("frames.not_a_writer")
 
-    def _learn(self, epoch: Epoch, frame: RoomFrame) -> None:
+    def _learn(self, epoch: Epoch, frame: Done | Expected) -> None:
         """What later rooms ask a prefill rank for; its own room may have ended already."""
-        if isinstance(frame, Done) and frame.pace is not None:
+        if isinstance(frame, Expected):
+            if frame.unmapped is not None:
+                self._chooser.said(epoch, frame.unmapped)
+        elif frame.pace is not None:
             self._paces[epoch] = frame.pace
-        elif isinstance(frame, Expected) and frame.unmapped is not None:
-            self._chooser.said(epoch, frame.unmapped)
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -303,7 +302,10 @@ class DecodeSide:
     # Effects.
 
     def _handle(self, room: DecodeRoom, event: object) -> None:
-        """Pass an event to a room, then the events that follow from its effects, in order; votes come last."""
+        """Pass an event to a room, then the events that follow from its effects, in order; votes come last.
+
+        The engine sees what came of all of them.
+        """
         self._events.append((room, event))
         if self._handling:
             return
@@ -315,11 +317,15 @@ class DecodeSide:
                     continue
                 room, event = self._events.popleft()
                 if room.machine.state is not Receiving.CLOSED:
+                    self._touched[room] = None
                     effects = room.machine.handle(event, self._loop.now)
                     self.flags.follow(room)
                     self._apply(room, effects)
         finally:
             self._handling = False
+            touched, self._touched = self._touched, {}
+            for one in touched:
+                self._publish(one)
 
     def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
         moved = freed = False
@@ -345,18 +351,17 @@ class DecodeSide:
                 case Scatter():
                     self._scatters.add(room, effect)
                 case Store(data):
-                    if room.wanted is not None and room.wanted.aux is not None:
-                        self._store(room, room.wanted.aux, data)
+                    if (error := room.store(self._pool, data)) is not None:
+                        self._handle(room, Cancel(error))
                 case _:
                     raise LocalProtocolError(f"a receiving room asked for {effect}")
         if moved or freed:
             self.quarantined = self._queue.quarantined_bytes()
         if freed:
             self._grant()
-        self._publish(room)
 
     def _cast(self, room: DecodeRoom, vote: CastVote) -> None:
-        """Cast a vote. It may decide and publish the room at once, so it comes after all other effects."""
+        """Cast a vote. It may decide the room at once, so it comes after all other effects."""
         if vote.ok and any(other is room and not later.ok for other, later in self._votes):
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
@@ -392,26 +397,16 @@ class DecodeSide:
             self._loop.observer.span(Span("queue", room.key.room, since, self._loop.now, labels=segment.labels()))
         self._handle(room, Leased(segment, lease))
 
-    def _store(self, room: DecodeRoom, slot: int, data: bytes) -> None:
-        if len(data) > self._pool.aux_bytes:
-            error = RemoteProtocolError(f"aux data of {len(data)} bytes for rows of {self._pool.aux_bytes}")
-            self._handle(room, Cancel(error))
-        else:
-            try:
-                self._pool.write_aux(slot, data)
-            except Exception as exc:
-                self._handle(room, Cancel(ours(exc, f"{room.name}: aux data could not be stored")))
-
     def work(self) -> bool:
-        """Finish scatters, start those that are due, and prepare one that follows."""
-        self._take_flags()
+        """Take in flags, finish scatters, start those that are due, and prepare one that follows."""
+        raised = self._take_flags()
         if self._receipts.waiting:
             self._receipts.flush()
         if self._expectations:
             self._ask()
         scatters = self._scatters
         if not scatters.active:
-            return bool(self._expectations)
+            return raised or bool(self._expectations)
         if not self._loop.may_copy(scatters.queues):
             return True
         budget = self._loop.budget()
@@ -420,27 +415,29 @@ class DecodeSide:
         while budget.take() and scatters.start():
             self._take_scattered()
         self._take_scattered()
+        if self._receipts.waiting:
+            self._receipts.flush()
         scatters.prepare_one()
-        return scatters.waits or budget.spent or bool(self._expectations)
+        return raised or scatters.waits or budget.spent or bool(self._expectations)
 
-    def _take_flags(self) -> None:
-        for landed in self.flags.look():
-            self._loop.of_peer(Epoch(landed.src), partial(self.on_frame, landed))
+    def _take_flags(self) -> bool:
+        raised = self.flags.look()
+        for landed in raised:
+            self._loop.of_peer(Epoch(landed.src), self.on_frame, landed)
+        return bool(raised)
 
     def _take_scattered(self) -> None:
         while (ended := self._scatters.outcome()) is not None:
             self._handle(*ended)
 
     def _publish(self, room: DecodeRoom) -> None:
-        machine, report = room.machine, room.handle.report
+        machine, handle = room.machine, room.handle
         if machine.error is not None:
-            self._hold(room)
-        report.segments, report.nbytes = machine.inbound.segments_placed, machine.inbound.bytes_placed
-        report.transport = machine.lane
-        released = machine.released
-        if released and "total" not in report.seconds:
-            report.spend("total", self._loop.now - room.opened)
-        phase, handle = machine.phase, room.handle
+            # Before the engine learns that it failed.
+            unsettled, hellos = room.unsettled(self._page_bytes), [remote.hello for remote in room.remotes]
+            self._loop.peer_registry.hold(room.key, unsettled, hellos)
+        phase, released = machine.phase, machine.released
+        room.account(self._loop.now, released=released)
         if not handle.shows(phase, released):
             error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
             handle.publish(phase, released, error, self._loop.clock())
@@ -448,7 +445,7 @@ class DecodeSide:
         if self._rooms.get(room.key) is not room:
             return
         if machine.state is not Receiving.CLOSED:
-            self._timers.by(room.key, machine.next_at())
+            self._timers.by(room.key, self._loop.now + room.soon_s)
         else:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
@@ -462,17 +459,8 @@ class DecodeSide:
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
             if self._loop.observed:
-                span = room_span(room.key.room, room.opened, self._loop.now, report, machine.error)
+                span = room_span(room.key.room, room.opened, self._loop.now, handle.report, machine.error)
                 self._loop.observer.span(span)
-
-    def _hold(self, room: DecodeRoom) -> None:
-        """List the peers whose evidence the room waits for, before its engine learns that it failed."""
-        pages = 0
-        if room.wanted is not None:
-            pages = sum(len(t.pages) * self._page_bytes[t.group] for t in room.wanted.tables.values())
-        owed = room.machine.owed()
-        held = {epoch: HeldMemory(ring, pages if exposed else 0) for epoch, (ring, exposed) in owed.items()}
-        self._loop.peer_registry.hold(room.key, held, [remote.hello for remote in room.remotes])
 
     # Time.
 
@@ -482,6 +470,8 @@ class DecodeSide:
         self._take_found(self._discovery.tick())
         for key in self._timers.due(now):
             self._handle(self._rooms[key], Tick())
+            if (room := self._rooms.get(key)) is not None:
+                self._timers.schedule(key, room.machine.next_at())
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in dict.fromkeys((*self._queue.active, *self._suspended)):

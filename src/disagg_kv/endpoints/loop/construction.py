@@ -1,10 +1,15 @@
-"""Checks of the arguments of both endpoints, before any of them is used."""
+"""What an endpoint is made from: clock, threads and identity, the cores that they run on, and its checked arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from weakref import ref
+
+from attrs import frozen
 
 from ... import arguments
 from ...channels import Channel
@@ -22,9 +27,90 @@ from ...trace import Observer, Silent
 from ...transports import Transport, between_processes
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
 from ...transports.registry import AUTO
+from ..peers.background import Background, HelperThreads, inline
 from ..peers.handshake import EndpointInfo, check_instance
 from ..peers.incarnation import Incarnation
-from .environment import Environment
+
+
+@frozen(kw_only=True)
+class Environment:
+    """Clock, threads and identity of an endpoint. The defaults serve every engine; simulations and tests replace them.
+
+    Args:
+        clock: seconds; must never go back.
+        sleep: blocks the endpoint's thread for a number of seconds.
+        thread: False: the endpoint has no thread, and the engine's calls alone advance it. The engine must poll at
+            least every third of ``silence_s``, or peers lose it.
+        engine: False: the engine's calls do not advance the endpoint. Without a thread, the caller does, by
+            ``driver.step``.
+        life: epoch and process of the endpoint; None: a new epoch in this process. An epoch must not be used twice.
+        background: creates the helpers for calls that may block: a function of a name and of the number of calls that
+            run at a time. None: threads, or the calling thread where the endpoint has no thread.
+
+    Raises:
+        ConfigurationError: a value of another type.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    thread: bool = True
+    engine: bool = True
+    life: Incarnation | None = None
+    background: Callable[[str, int], Background] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        arguments.clock(self.clock, "clock")
+        arguments.function(self.sleep, "sleep")
+        arguments.flag(self.thread, "thread")
+        arguments.flag(self.engine, "engine")
+        if self.life is not None:
+            arguments.one(self.life, "life", Incarnation)
+        if self.background is not None:
+            arguments.function(self.background, "background")
+
+
+def helpers(environment: Environment, name: str, most: int) -> Background:
+    """Helpers that run at most ``most`` calls at a time.
+
+    Raises:
+        ConfigurationError: ``background`` raises, or returns no helper.
+    """
+    background = environment.background
+    if background is None:
+        return HelperThreads(name, most) if environment.thread else inline(name, most)
+    try:
+        made = background(name, most)
+    except Exception as exc:
+        raise arguments.wrong("background", background, "a function that makes helpers is needed") from exc
+    arguments.methods(made, "background", "what runs calls", "start", "close")
+    return made
+
+
+@contextmanager
+def threads_on(cores: Collection[int]) -> Iterator[None]:
+    """Create a channel, a transport or an endpoint inside: the threads that they start run on these cores.
+
+    A thread inherits the cores of the thread that starts it. So the calling thread moves to these cores, and gets its
+    own ones back at the end. Engines use it where they pin a whole process to few cores.
+
+    Args:
+        cores: numbers of cores. Those that the host does not allow are left out.
+
+    Raises:
+        ConfigurationError: not numbers of cores, or the host allows none of them, or it cannot place threads.
+    """
+    wanted = arguments.counts(cores, "cores")
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigurationError("cores: this host cannot place threads")
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, wanted)
+    except (OSError, OverflowError, ValueError) as exc:
+        raise ConfigurationError(f"cores {sorted(set(wanted))} cannot be used: {exc}") from exc
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def check_pool(pool: MemoryPool) -> None:

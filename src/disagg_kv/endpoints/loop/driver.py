@@ -35,12 +35,10 @@ from ... import arguments
 from ...errors import AbortedError, DisaggKVError, EndpointBrokenError
 from ...memory import undisturbed
 from ..latch import Latch
-from .admission import Admission
-from .budget import BUDGET_S
 from .event_loop import EventLoop
 from .failures import Broken
-from .idle import Rest
-from .turn import Claim, Turn
+from .timing import BUDGET_S, Rest
+from .turn import Admission, Claim, Turn
 
 STEP_S = 1.0
 """The longest single wait; whatever happens wakes the thread earlier."""
@@ -111,7 +109,7 @@ class Driver:
         self._fast = self._lent = False
         self._rest = Rest(0.0, 0.0)
         self._waits_until = -inf
-        self.admission = Admission(lambda: self.broken)
+        self.admission = Admission(loop.home, loop.failures)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
         if self._thread is not None:
             self._thread.start()
@@ -204,13 +202,13 @@ class Driver:
             LocalProtocolError: as :attr:`broken`.
         """
         assert self._thread is None
-        if self.broken is not None:
-            raise self.broken
-        if self.advance(BUDGET_S) and timeout_s > 0 and not self.loop.behind:
-            self.loop.wait(self.loop.rest(timeout_s))
+        loop = self.loop
+        loop.home.check()
+        if self.advance(BUDGET_S) and timeout_s > 0 and not loop.behind:
+            loop.wait(loop.rest(timeout_s))
             self.advance(BUDGET_S)
-        if self.loop.failures.broken is not None:
-            raise self.loop.failures.broken
+        if loop.failures.broken is not None:
+            raise loop.failures.broken
 
     # Whichever thread advances.
 
@@ -234,7 +232,8 @@ class Driver:
     def _advance(self, budget_s: float, *, engine: bool = False) -> None:
         try:
             self.loop.advance(budget_s, copies=self._thread is None or not engine)
-            self._plan()
+            if self._thread is not None:
+                self._plan()
         except BaseException as exc:
             self._break_down(self.loop.failures.break_down(exc))
             self.loop.drop_commands()
@@ -255,7 +254,7 @@ class Driver:
             loop.left
             or loop.behind
             or (self._fast and loop.pending)
-            or loop.now + loop.rest(STEP_S).seconds < waits_until
+            or loop.now + loop.rest(STEP_S).seconds < waits_until - TURN_S  # the same time, but for rounding, is none
         ):
             self._wake()
 

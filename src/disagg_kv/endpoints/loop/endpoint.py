@@ -20,9 +20,8 @@ from ..peers.handshake import EndpointInfo
 from ..peers.succession import check_counts
 from ..status import EndpointStatus, PeerInfo, RoomInfo, Usage
 from ..used_ids import UsedIds
-from .construction import Parts
+from .construction import Parts, helpers
 from .driver import Driver
-from .environment import helpers
 from .event_loop import EventLoop
 from .side import Side
 

@@ -39,7 +39,7 @@ class Failures:
         self._name = name
         self._observer = observer
         self._end_rooms = end_rooms
-        self._deferred: list[Exception] = []
+        self.deferred: list[Exception] = []
         self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
         self.broken: EndpointBrokenError | None = None
 
@@ -57,12 +57,12 @@ class Failures:
 
     def defer(self, exc: Exception) -> None:
         """Handle an error between events: it was met in the middle of one, whose accounts are half done."""
-        self._deferred.append(exc)
+        self.deferred.append(exc)
 
     def handle_deferred(self) -> None:
         """Handle those."""
-        while self._deferred:
-            self.met(self._deferred.pop(0))
+        while self.deferred:
+            self.met(self.deferred.pop(0))
 
     def met(self, exc: Exception) -> None:
         """Something went wrong: of theirs it is counted, of ours it ends rooms."""

@@ -57,7 +57,7 @@ class Side(Protocol):
         ...
 
     def work(self) -> bool:
-        """Start and finish copies; True while something is in flight that only polling finishes."""
+        """Start and finish copies; True while something is in flight, or was found, that only polling shows."""
         ...
 
     @property

@@ -17,6 +17,8 @@ class ProcessMonitor:
         clock: time.
         own: our own process.
         watch: how the process of a peer is watched.
+
+    ``landing``: when the end of a process was seen whose last writes may not have landed.
     """
 
     def __init__(self, clock: Callable[[], float], own: Process, watch: Callable[[Process], Ending]) -> None:
@@ -24,7 +26,7 @@ class ProcessMonitor:
         self._own = own
         self._watch = watch
         self._watches: Exits[Epoch] = Exits()
-        self._ended: dict[Epoch, float] = {}
+        self.landing: dict[Epoch, float] = {}
         self._news: list[Epoch] = []
 
     def watch(self, epoch: Epoch, hello: Hello) -> None:
@@ -34,7 +36,7 @@ class ProcessMonitor:
             TransportError: no descriptor or memory is left to watch it.
         """
         process = Process(hello.pid, hello.started, hello.host)
-        if process == self._own or epoch in self._watches or epoch in self._ended:
+        if process == self._own or epoch in self._watches or epoch in self.landing:
             return
         try:
             self._watches.add(epoch, self._watch(process))
@@ -44,11 +46,6 @@ class ProcessMonitor:
             return  # another host: only its operator can know
         except PeerLostError:
             self._end(epoch)
-
-    @property
-    def awaited(self) -> bool:
-        """Whether the end of a process, or the landing of its last writes, is awaited."""
-        return bool(len(self._watches) or self._news or self._ended)
 
     def ended(self, *, at_once: bool = False) -> list[Epoch]:
         """Peers whose process has ended since the last call; unless ``at_once``, an end a moment ago may be missing."""
@@ -62,24 +59,22 @@ class ProcessMonitor:
         return found
 
     def _end(self, epoch: Epoch) -> None:
-        self._ended[epoch] = self._clock()
+        self.landing[epoch] = self._clock()
         self._news.append(epoch)
 
     def confirm(self, epoch: Epoch) -> None:
         """The operator has confirmed the end of the process."""
-        self._ended.setdefault(epoch, self._clock())
+        self.landing.setdefault(epoch, self._clock())
 
     def drained(self, drain_s: Callable[[Epoch], float | None]) -> list[Epoch]:
         """Peers whose last writes have landed: they ended ``drain_s`` ago (None: it is unknown how long that takes)."""
-        if not self._ended:
-            return []
         now = self._clock()
-        since = ((epoch, now - at, drain_s(epoch)) for epoch, at in self._ended.items())
+        since = ((epoch, now - at, drain_s(epoch)) for epoch, at in self.landing.items())
         return [epoch for epoch, passed, needed in since if needed is not None and passed >= needed]
 
     def forget(self, epoch: Epoch) -> None:
         """Its evidence was used, or nothing is owed to it."""
-        self._ended.pop(epoch, None)
+        self.landing.pop(epoch, None)
         self._watches.remove(epoch)
 
     def close(self) -> None:

@@ -21,14 +21,12 @@ from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
 from ...trace import Observer
 from ...transports import SupportsMapping, Transport
 from ..handle import ChangeQueue
-from ..loop.construction import Parts
+from ..loop.construction import Environment, Parts
 from ..loop.endpoint import Endpoint
-from ..loop.environment import Environment
 from ..loop.event_loop import EventLoop
 from ..peers.mapping import check_mapping
 from ..staging_memory import new_staging, ready_kernels, staging_slots
 from ..status import Usage
-from .commands import PostedCommands
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
 from .movers.posts import Posts, StagingSlots
@@ -137,7 +135,6 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
                 return PrefillSide(loop, pool, router, transfers, mover, changes)
 
             super().__init__(parts, me, side)
-        self._commands = PostedCommands(self.driver, self._side)
 
     def open(
         self,
@@ -158,7 +155,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
                     f"{room_name(room)}: {stuck} of {self._slots} staging slots wait for evidence", room=room
                 )
             key = self._new_key(room)
-            handle = DeliveryHandle(key, self._pool, self._commands)
+            handle = DeliveryHandle(key, self._pool, self.driver, self._side)
             self._ids.add(room, handle)
             self.driver.post(partial(self._side.open, key, handle, own, tag))
         return handle
@@ -182,7 +179,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             cuts = LayerGroups([one.key for one in submitted], self._side.row_layers)
             self.driver.post(partial(self._side.announce, submitted, self._loop.clock(), cuts))
         layers, traced = self._pool.site.shard.layers(), self._loop.traced
-        return ForwardPass(submitted, layers, self._commands, cuts, layered=layered, traced=traced)
+        return ForwardPass(submitted, layers, self.driver, self._side, cuts, layered=layered, traced=traced)
 
     @property
     def pinned_slots(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from attrs import frozen
@@ -26,8 +27,8 @@ from ...memory import Event, Mark, MemoryPool
 from ...planning import Batch
 from ..cached_prefix import after
 from ..handle import HostEvent, RoomHandle, check_states, check_tables, joined
-from ..loop.admission import Admission
 from ..loop.construction import check_aux
+from ..loop.driver import Driver
 
 Act = Callable[[SendRoom, float], list[Effect]]
 
@@ -45,36 +46,31 @@ class SubmittedChunk:
 
 
 class PrefillCommands(Protocol):
-    """The endpoint, as its handles see it; nothing blocks."""
+    """The prefill side, as its handles see it: they post these calls to the loop."""
 
-    @property
-    def admission(self) -> Admission:
-        """Whether calls are taken."""
+    def change(self, key: RoomKey, act: Act) -> None:
+        """Have a room's machine do something."""
         ...
 
-    def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
-        """Have a room's machine do something on the endpoint's thread, once ``ready`` has happened."""
+    def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
+        """The engine's event raised."""
         ...
 
     def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
         """These rows are final once ``ready`` has happened."""
         ...
 
-    def final(
-        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None
+    def final_at(
+        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None, said: float
     ) -> None:
-        """These layers (None: all) of submitted rows are final once ``ready`` has happened; does not wake the loop."""
+        """The engine ``said`` when these layers (None: all) of submitted rows are final: at ``ready``, or now."""
         ...
 
-    def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
-        """The first layer of submitted rows is computed, or queued on its device; does not wake the loop."""
+    def begun(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
+        """The first layer of submitted rows is computed, or queued on its device."""
         ...
 
-    def wake(self) -> None:
-        """Wake the endpoint, so that it takes the posted commands."""
-        ...
-
-    def closed(self, submitted: Sequence[SubmittedChunk], ready: Event | None) -> None:
+    def closed_at(self, submitted: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
         """The forward pass that computes submitted rows has ended once ``ready`` has happened."""
         ...
 
@@ -82,19 +78,16 @@ class PrefillCommands(Protocol):
         """Stop reading a room's pages."""
         ...
 
-    def lend(self, over: Callable[[], bool]) -> None:
-        """Lend the calling thread to the loop until ``over()``, if engines' calls advance it."""
-        ...
-
 
 class DeliveryHandle(RoomHandle):
     """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, commands: PrefillCommands) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, driver: Driver, side: PrefillCommands) -> None:
         super().__init__(key.room)
         self._key = key
         self._pool = pool
-        self._commands = commands
+        self._driver = driver
+        self._side = side
         self._held: Mapping[GroupId, int] | None = None
         self._stop = 0
         self._given = 0
@@ -131,8 +124,8 @@ class DeliveryHandle(RoomHandle):
         stop = arguments.count(stop, "stop")
         arguments.event(ready, "ready")
         tables = self.checked(stop, pages)
-        with self._commands.admission.enter(room_name(self.room)):
-            self._commands.send(self.taken(stop, tables), ready)
+        with self._driver.admission.enter(room_name(self.room)):
+            self._driver.post(partial(self._side.send, self.taken(stop, tables), ready))
 
     def check_chunk(self, stop: int, pages: Sequence[PageTable]) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.check_chunk`."""
@@ -202,9 +195,14 @@ class DeliveryHandle(RoomHandle):
                 return machine.cancel(ours(exc, f"{room_name(self.room)}: aux data could not be read"), now)
             return machine.finish(stop, data, now, states)
 
-        with self._commands.admission.enter(room_name(self.room)):
+        with self._driver.admission.enter(room_name(self.room)):
             self._finished = self._ended = True
-            self._commands.change(self._key, act, ready)
+            self._change(act, ready)
+
+    def _change(self, act: Act, ready: Event | None = None) -> None:
+        """Have the room's machine do something on the loop, once ``ready`` has happened."""
+        loop, side, key = self._driver.loop, self._side, self._key
+        self._driver.post(lambda: loop.when(ready, lambda: side.change(key, act), lambda exc: side.broken([key], exc)))
 
     def _read_aux(self, slot: int) -> bytes:
         """An aux row; a pool may be another project's code, and give more than it said."""
@@ -214,8 +212,8 @@ class DeliveryHandle(RoomHandle):
 
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""
-        fired = HostEvent(self._commands.lend)
-        with self._commands.admission.enter(room_name(self.room)):
+        fired = HostEvent(self._driver.lend)
+        with self._driver.admission.enter(room_name(self.room)):
             if self.released:
                 fired.set()
                 return fired
@@ -225,16 +223,16 @@ class DeliveryHandle(RoomHandle):
             self._again = {}
             if self._pool.site.state_groups:
                 self._finished = False
-            self._commands.withdraw(self._key, fired)
+            self._driver.post(partial(self._side.withdraw, self._key, fired))
         return fired
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
         error = AbortedError(f"{room_name(self.room)}: {reason}")
-        if not self._commands.admission.ended:
+        if not self._driver.admission.ended:
             with suppress(EndpointBrokenError):  # which has failed the room
-                self._commands.change(self._key, lambda machine, now: machine.cancel(error, now))
+                self._change(lambda machine, now: machine.cancel(error, now))
 
 
 class LayerGroups:
@@ -287,7 +285,8 @@ class ForwardPass:
         self,
         submitted: Sequence[SubmittedChunk],
         layers: Sequence[LayerId],
-        commands: PrefillCommands,
+        driver: Driver,
+        side: PrefillCommands,
         cuts: LayerGroups,
         *,
         layered: bool,
@@ -295,7 +294,8 @@ class ForwardPass:
     ) -> None:
         self._handed = submitted
         self._layers = frozenset(layers)
-        self._commands = commands
+        self._driver = driver
+        self._side = side
         self._cuts = cuts
         self._layered = layered
         self._traced = traced
@@ -317,11 +317,12 @@ class ForwardPass:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
         if not callable(ready):
             arguments.event(ready, "ready")
-        self._commands.admission.check(f"layer {layer}")
+        self._driver.admission.check(f"layer {layer}")
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
         if self._layered and not self._seen:
-            self._commands.begun(self._handed)
+            loop = self._driver.loop
+            loop.post(partial(self._side.begun, self._handed, loop.clock()))
         before = self._mark
         self._seen.add(layer)
         if callable(ready):
@@ -347,7 +348,7 @@ class ForwardPass:
             self._set_mark(ready)
         self._flush()
         if (self._traced and ready is not None) or self._cuts.completes(layer, self._seen):
-            self._commands.wake()
+            self._driver.drive()
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Step.close`."""
@@ -361,7 +362,7 @@ class ForwardPass:
         self._closed = True
         self._add(self._layers - self._seen, ready)
         self._flush()
-        self._commands.closed(self._handed, last)
+        self._driver.post(partial(self._side.closed_at, self._handed, last, self._driver.loop.clock()))
 
     def _set_mark(self, mark: Mark) -> None:
         """What was computed before is final behind it too: a device computes in order."""
@@ -375,9 +376,10 @@ class ForwardPass:
         self._unmarked = set()
 
     def _flush(self) -> None:
-        """Post the layers that are final."""
+        """Post the layers that are final, and advance nothing."""
+        loop = self._driver.loop
         for layers, event in self._ready:
-            self._commands.final(self._handed, layers, event)
+            loop.post(partial(self._side.final_at, self._handed, layers, event, loop.clock()))
         self._ready.clear()
 
     def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:

@@ -75,19 +75,23 @@ class ReadyEvents:
 
 @define(eq=False)
 class PrefillRoom:
-    """A room, with the ways to its decode ranks and the events that its rows wait for."""
+    """A room, with the ways to its decode ranks and the events that its rows wait for.
+
+    ``soon_s``: after an event of the room, the shortest time in which something may be due for it.
+    """
 
     key: RoomKey
     machine: SendRoom
     handle: DeliveryHandle
     opened: float
+    soon_s: float
     tag: bytes
     routes: dict[Epoch, Route] = field(factory=dict)
     withdrawn: list[HostEvent] = field(factory=list)
     ready_events: ReadyEvents = field(factory=ReadyEvents)
     passes: dict[int, LayerGroups] = field(factory=dict)
 
-    def account(self, now: float) -> None:
+    def account(self, now: float, *, released: bool) -> None:
         """Say what the room has cost so far, and that pages that were taken away are not read any more."""
         machine, report = self.machine, self.handle.report
         report.segments = sum([f.outbound.segments_landed for f in machine.flows.values()])
@@ -95,7 +99,7 @@ class PrefillRoom:
             for fired in self.withdrawn:
                 fired.set()
             self.withdrawn.clear()
-        if machine.released and "total" not in report.seconds:
+        if released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 
     def arm_flag(self, transfer: Transfer, device: str, observer: Observer) -> Flag | None:

@@ -212,8 +212,8 @@ class PrefillRooms:
             self.transfers.staged.prepared.forget(room)
             hellos = [route.remote.hello for route in room.routes.values()]
             self._loop.peer_registry.hold(room.key, self.transfers.posts.owed(room), hellos)
-        room.account(self._loop.now)
         phase, handle, released = machine.phase, room.handle, machine.released
+        room.account(self._loop.now, released=released)
         if not handle.shows(phase, released):
             error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
             handle.publish(phase, released, error, self._loop.clock())
@@ -223,7 +223,7 @@ class PrefillRooms:
         if released and machine.closed:
             self._close(room)
         else:
-            self._timers.by(room.key, machine.next_at())
+            self._timers.by(room.key, self._loop.now + room.soon_s)
 
     def _close(self, room: PrefillRoom) -> None:
         loop, name, machine = self._loop, room.key.room, room.machine

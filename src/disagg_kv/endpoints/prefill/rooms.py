@@ -56,10 +56,10 @@ class PrefillSide(PrefillRooms):
         now = self._loop.now
         who = self._loop.peer_registry.who
         machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless, who)
-        room = PrefillRoom(key, machine, handle, now, tag)
+        room = PrefillRoom(key, machine, handle, now, own.soon_s, tag)
         handle.report.opened = now
         self._rooms[key] = self._newest[key.room] = room
-        self._timers.schedule(key, machine.next_at())
+        self._timers.schedule(key, now + room.soon_s)
         self._loop.vote(key, None, "")
         reason = self._arrivals.reason(key.room, tag)
         over = None if reason is None else AbortedError(f"{room_name(key.room)}: {reason}")
@@ -216,6 +216,7 @@ class PrefillSide(PrefillRooms):
     def work(self) -> bool:
         """Gather and post; True while something is in flight or left for the next step."""
         waiting = self._passes.look()
+        self.quarantined_slots = self.transfers.staged.slots_of(self._failed) if self._failed else 0
         transfers, prepared = self.transfers, self.transfers.staged.prepared
         waits = transfers.waits
         if not (waits or transfers.pending or prepared.gathers.waiting):
@@ -267,8 +268,9 @@ class PrefillSide(PrefillRooms):
             self._advance(self.transfers.look_at_failed)
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
+            if (room := self._rooms.get(key)) is not None:
+                self._timers.schedule(key, room.machine.next_at())
         self._arrivals.tick()
-        self.quarantined_slots = self.transfers.staged.slots_of(self._failed)
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""

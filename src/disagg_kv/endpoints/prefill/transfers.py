@@ -29,8 +29,8 @@ from ...ids import RegionId
 from ...kernels import Kernels, SupportsStreams
 from ...memory import Buffer, Event
 from ...strategies import MoverName
-from ..loop.budget import Budget
 from ..loop.event_loop import EventLoop
+from ..loop.timing import Budget
 from .movers.base import Mover
 from .movers.direct import DirectMover
 from .movers.mapped import MappedMover

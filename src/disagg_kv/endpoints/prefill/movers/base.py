@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ....core import Transfer
-from ...loop.budget import Budget
+from ...loop.timing import Budget
 from ..room import PrefillRoom
 from .posts import Outcome, Post
 

@@ -8,8 +8,8 @@ from ....core import Transfer
 from ....geometry import I32
 from ....planning import Writes
 from ....strategies import Tables
-from ...loop.budget import Budget
 from ...loop.event_loop import EventLoop
+from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
 from .pending import PageLines

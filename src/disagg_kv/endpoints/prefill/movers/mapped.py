@@ -25,8 +25,8 @@ from ....kernels import Kernels, PageMove, Pages, SupportsStreams
 from ....memory import Event, Flag, parts
 from ....planning import PageCopy, check_tables
 from ....strategies import Tables
-from ...loop.budget import Budget
 from ...loop.event_loop import EventLoop
+from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
 from .pending import PageLines

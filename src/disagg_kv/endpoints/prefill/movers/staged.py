@@ -22,8 +22,8 @@ from ....kernels import Kernels, Move
 from ....memory import Buffer, Event
 from ....planning import StagedLayout, Writes
 from ....strategies import Tables
-from ...loop.budget import Budget
 from ...loop.event_loop import EventLoop
+from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
 from .pending import SlotLines

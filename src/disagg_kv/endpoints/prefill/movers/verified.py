@@ -14,7 +14,7 @@ from ....ids import Epoch
 from ....kernels import Kernels
 from ....planning import PartView, Segment
 from ...checksums import PendingChecksums, layer_sums
-from ...loop.budget import Budget
+from ...loop.timing import Budget
 from ..room import PrefillRoom
 from .base import Mover
 from .posts import Moved, Outcome, Post, Posts

@@ -1,16 +1,79 @@
-"""What an endpoint sends in a step, until it is handed over: what is for one address crosses together."""
+"""What has come in and is not taken in yet, and what was said and is not handed over yet."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from attrs import define, field
 
-from ...channels import MAX_FRAME, MAX_TOGETHER, Channel, SupportsBatches, check_frame
+from ...channels import MAX_FRAME, MAX_TOGETHER, Arrived, Channel, News, SupportsBatches, check_frame
 from ...errors import ConfigurationError, text_of
 from ...trace import Observer
 from ..peers.limited_log import LimitedLog
+from .timing import Budget
+
+STALLED_S = 0.5
+"""A thread that has not asked the channel for this many seconds was stopped, perhaps with its whole process."""
+
+GRACE_S = 0.05
+"""Seconds that a channel then gets to hand over what lies in its sockets: another thread may have to read them."""
+
+FEW = 16
+MUCH = 32 << 20
+"""A channel that gives more frames and bytes than these may have stopped at a bound of its own, and have more."""
+
+
+class ReceiveBuffer:
+    """What one step has no time for comes first in the next, before the channel is asked for more.
+
+    Args:
+        channel: where news come from.
+        failed: called with the error that the channel raised; the channel may work again later.
+        clock: time, in seconds.
+
+    ``left`` has come, and is not taken in yet.
+    """
+
+    def __init__(self, channel: Channel, failed: Callable[[Exception], None], clock: Callable[[], float]) -> None:
+        self._channel = channel
+        self._failed = failed
+        self._clock = clock
+        self.left: deque[News] = deque()
+        self._asked = self._polled = clock()
+        self._awake_at = self._asked
+
+    def fetch(self) -> bool:
+        """Unless something is left, ask the channel; False: there is nothing."""
+        if not self.left:
+            before = self._clock()
+            if before - self._polled > STALLED_S:
+                self._awake_at = before + GRACE_S
+            try:
+                self.left.extend(self._channel.poll())
+            except Exception as exc:
+                self._failed(exc)
+            self._polled = self._clock()
+            if self._polled - before > STALLED_S:
+                self._awake_at = self._polled + GRACE_S
+            if before >= self._awake_at and (len(self.left) <= FEW or not self._bounded()):
+                self._asked = before
+        return bool(self.left)
+
+    def _bounded(self) -> bool:
+        """Whether the channel may have more of what had come when it was asked."""
+        return sum(len(one.frame) for one in self.left if isinstance(one, Arrived)) > MUCH
+
+    @property
+    def caught_up(self) -> float | None:
+        """Up to when all that had come has been taken in; None: some of it is left."""
+        return None if self.left else self._asked
+
+    def take(self, budget: Budget, take_in: Callable[[News], None]) -> None:
+        """Take in what the budget allows."""
+        while self.left and budget.take():
+            take_in(self.left.popleft())
 
 
 @define

@@ -1,0 +1,254 @@
+"""How an endpoint meets, reaches and loses its peers: what the table of peers asks for is done here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVarTuple
+
+from ...channels import Channel
+from ...core import (
+    Codec,
+    Forget,
+    Greeted,
+    Lost,
+    Options,
+    PeerEffect,
+    PeerTable,
+    Send,
+    SendTo,
+    Unlink,
+    Unreachable,
+    Up,
+)
+from ...core.wire.frames import Expect
+from ...errors import DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
+from ...ids import Epoch, Peer
+from ...trace import Guarded, Observer, Silent
+from ...transports import Lane
+from ..peers.background import Background
+from ..peers.connections import Connections, ConnectResult
+from ..peers.handshake import EndpointInfo, RemoteEndpoint
+from ..peers.limited_log import LimitedLog
+from ..peers.link_budget import links_of
+from ..peers.mapping import open_decode
+from ..peers.peer_registry import PeerRegistry
+from ..peers.process_monitor import ProcessMonitor
+from .buffers import SendBuffer
+from .failures import Failures
+from .siblings import Siblings
+from .side import Side
+
+log = logging.getLogger("disagg_kv")
+
+LINKS = 32
+"""Connections of the transport that run at a time, apart from those that take long."""
+
+A = TypeVarTuple("A")
+
+
+class Peering:
+    """The base of :class:`~.event_loop.EventLoop`, which has time, messages and commands; one thread at a time."""
+
+    siblings: Siblings
+    side: Side
+
+    def __init__(
+        self,
+        me: EndpointInfo,
+        channel: Channel,
+        options: Options,
+        observer: Observer,
+        clock: Callable[[], float],
+        background: Callable[[str, int], Background],
+        end_rooms: Callable[[DisaggKVError], None],
+    ) -> None:
+        self.me = me
+        self.channel = channel
+        self.options = options
+        self.observer: Observer = observer if isinstance(observer, Silent) else Guarded(observer)
+        self.clock = clock
+        self.now = clock()
+        self.codec = Codec()
+        self.failures = Failures(f"{me.instance}/{me.rank}", self.observer, clock, end_rooms)
+        self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.failures.defer)
+        self.peers = PeerTable(
+            me.epoch, me.address, me.hello(), me.admit, options, links_of(channel, me.transport, options)
+        )
+        self.remotes: dict[Epoch, RemoteEndpoint] = {}
+        helpers = background(f"disagg_kv {me.instance}/{me.rank} links", LINKS)
+        ready = partial(open_decode, me) if me.role == "prefill" else None
+        self._helped = False
+        self.connections = Connections(me.transport, helpers, self._on_help, clock, self.observer, options, ready)
+        self.peer_registry = PeerRegistry(self.peers, self.connections, self.connections.lane, options, clock)
+        self._process_monitor = ProcessMonitor(clock, me.life.process, me.life.watch)
+
+    def _on_help(self) -> None:
+        """On a helper thread: a call that may block has returned."""
+        self._helped = True
+        self.channel.wake()
+
+    def of_peer(self, epoch: Epoch, act: Callable[[*A], None], *about: *A) -> None:
+        """Act on a frame of a peer, or on its link. An error ends this peer, and concerns no room of another one."""
+        try:
+            act(*about)
+        except RemoteProtocolError:
+            raise
+        except Exception as exc:
+            self._blame(epoch, exc)
+
+    def _blame(self, epoch: Epoch | None, exc: Exception) -> None:
+        """An error was met while a frame or a link of a peer (None: of none) was handled: end what it may concern."""
+        if epoch is None:
+            raise exc
+        name, address = self.peer_registry.name(epoch), self.peers.address(epoch) or ""
+        error = self.failures.note(exc, f"rooms with {name}").about(name, **self.peer_registry.who(epoch))
+        self._peer_effects(self.peers.shut(epoch, error, self.now))
+        self.side.on_unreachable(address, error)
+
+    def _peer_effects(self, effects: Sequence[PeerEffect]) -> None:
+        if not effects:
+            return
+        for effect in effects:
+            match effect:
+                case SendTo(address, frame):
+                    self._send_buffer.put(address, self.codec.encode(frame))
+                case Up():
+                    self.peer_registry.up(effect.epoch)
+                    self._up(effect)
+                case Greeted(epoch):
+                    if epoch not in self.siblings:
+                        self.side.on_greeted(epoch)
+                case Lost():
+                    self._on_lost(effect)
+                    self.peer_registry.lost(effect.peer)
+                case Unlink(epoch):
+                    self._on_unlink(epoch)
+                case Unreachable(address, error):
+                    self.side.on_unreachable(address, error)
+                case Forget(address):
+                    self._send_buffer.unsent.pop(address, None)
+                    self.channel.forget(address)
+
+    def _up(self, up: Up) -> None:
+        hello = up.hello
+        if hello.role == self.me.role:
+            self.siblings.up(hello)
+            return
+        if (linked := self.connections.begin(up)) is not None:
+            self._on_linked(linked)
+        self._take_links()
+
+    def _take_links(self) -> None:
+        for linked in self.connections.results():
+            self.failures.guard(self.of_peer, linked.up.epoch, self._on_linked, linked)
+
+    def _on_linked(self, linked: ConnectResult) -> None:
+        """The transport has reached a peer, or has not; the frames that waited for that come next."""
+        up, link = linked.up, linked.link
+        error = link if isinstance(link, DisaggKVError) else self._unwatched(up)
+        if error is not None:
+            self._peer_effects(self.peers.shut(up.epoch, error, self.now))
+            self.side.on_unreachable(up.hello.address, error)
+        else:
+            self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
+            self.side.on_up(self.remotes[up.epoch])
+        for take_in in linked.frames:
+            self.failures.guard(self.of_peer, up.epoch, take_in)
+
+    def _unwatched(self, up: Up) -> DisaggKVError | None:
+        """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.
+
+        Not before it is reached: until then it writes nothing here. An end meanwhile is noticed now.
+        """
+        try:
+            self._process_monitor.watch(up.epoch, up.hello)
+        except TransportError as exc:
+            return self.connections.refuse(up, exc)
+        return None
+
+    def dial(self, address: str) -> None:
+        """Learn which endpoint is at an address."""
+        self._peer_effects(self.peers.dial(address, self.now))
+
+    def link_again(self, frame: Expect, then: Callable[[Expect], None]) -> bool:
+        """Keep a frame of a parted life until its link is there again; False: it is no such frame.
+
+        The frame was taken when the life had a link, and is used only now, by ``then``.
+        """
+        self._peer_effects(self.peers.bring_back(Epoch(frame.src), self.now))
+        return self.connections.hold(frame, 0, then)
+
+    def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> None:
+        """A peer is lost for a reason that the peer table does not see by itself; ``ended``: for good."""
+        if ended:
+            self.peer_registry.ended(epoch)
+        self._peer_effects(self.peers.lose(epoch, error, ended=ended))
+
+    def _on_lost(self, lost: Lost) -> None:
+        self.observer.count("peers.lost")
+        log.info("%s", lost.error)
+        if lost.peer in self.siblings:
+            self.siblings.lost(lost.peer)
+        else:
+            self.connections.give_up(lost.peer)
+            self.side.on_lost(lost)
+            self.remotes.pop(lost.peer, None)
+
+    def _on_unlink(self, epoch: Epoch) -> None:
+        """No room uses a life: drop what there is for it but its entry in the table, if it has one still."""
+        if epoch in self.connections:
+            self.observer.count("links.dropped")
+        self.side.on_parted(epoch)
+        self.remotes.pop(epoch, None)
+        self._unlink(epoch)
+        if self.peers.known(epoch) is None:
+            self.peer_registry.lost(epoch)
+
+    def confirm_terminated(self, epoch: Epoch) -> None:
+        """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
+        self.lose(epoch, self._lost(epoch, "its end was confirmed"), ended=True)
+        self._process_monitor.confirm(epoch)
+
+    def _lost(self, epoch: Epoch, reason: str) -> PeerLostError:
+        return PeerLostError(f"{self.peer_registry.name(epoch)}: {reason}", **self.peer_registry.who(epoch))
+
+    def _gone(self, epoch: Epoch) -> None:
+        self.side.on_gone(epoch)
+        self.remotes.pop(epoch, None)
+        self._unlink(epoch)
+
+    def _unlink(self, epoch: Epoch) -> None:
+        """No evidence about this life is awaited any more."""
+        self._process_monitor.forget(epoch)
+        self.connections.drop(epoch)
+
+    def send(self, send: Send) -> None:
+        """To a life, wherever it is; dropped if it is not known any more."""
+        address = self.peers.route(send.to)
+        if address is None:
+            self.observer.count("frames.unroutable")
+            return
+        self._send_buffer.put(address, self.codec.encode(send.frame))
+
+    def flush(self) -> None:
+        """Hand over what was said: when a step ends, and before this thread does something that may take long."""
+        self._send_buffer.flush()
+
+    def reach(self, epoch: Epoch) -> Peer:
+        """The transport's name of a peer to which bytes go now.
+
+        Raises:
+            TransportError: it is lost. Evidence counts from the moment when a peer's end was seen: nothing may begin
+                to read or write after it.
+        """
+        link = self.connections.of(epoch)
+        if link is None or epoch not in self.remotes:
+            raise TransportError(f"{self.peer_registry.name(epoch)} is lost", **self.peer_registry.who(epoch))
+        return link
+
+    def lane(self, epoch: Epoch) -> Lane:
+        """What carries writes to a peer; of one that is not linked, what holds for every peer."""
+        found = self.connections.lane(epoch)
+        return Lane(self.me.transport.name, self.me.transport.caps, "it is not connected") if found is None else found
