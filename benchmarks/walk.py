@@ -179,6 +179,7 @@ class Walk:
         """What a step of each endpoint takes that has nothing to do."""
         found = []
         for name, endpoint in (("prefill", self.prefill), ("decode", self.decode)):
+            endpoint.driver.step()  # what the other one has sent last
             calls = Calls()
             with calls.counted():
                 endpoint.driver.step()

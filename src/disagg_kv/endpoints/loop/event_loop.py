@@ -82,6 +82,7 @@ class EventLoop(Peering):
         self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self.budget_s = BUDGET_S
+        self._last_words = self.budget()
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
@@ -137,11 +138,12 @@ class EventLoop(Peering):
         if self.now - before >= self.pauses.least_s and (paused := self.pauses.over(before, self.next_at(), self.now)):
             log.warning("endpoint %s/%d: %s", self.me.instance, self.me.rank, paused)
         self.budget_s = budget_s
+        self._last_words = self.budget()
         changed, commanded = self._busy, bool(self._commands)
         # Frames go before what is less urgent, as bytes may wait for them, but not before what the engine has said.
         if commanded:
             changed |= self._act(commands=True)
-        if self._hear():
+        if self._hear(self.budget()):
             changed = True
             self._act(commands=not commanded)
         elif not commanded:
@@ -151,12 +153,12 @@ class EventLoop(Peering):
         if self._send_buffer.unsent:
             self.flush()
 
-    def _hear(self) -> bool:
+    def _hear(self, budget: Budget) -> bool:
         """Take in what has come; False: nothing."""
         if not self._receive_buffer.fetch():
             return False
         self.now = self.clock()
-        self._receive_buffer.take(self.budget(), self._on_channel)
+        self._receive_buffer.take(budget, self._on_channel)
         return True
 
     def _act(self, *, commands: bool) -> bool:
@@ -384,7 +386,7 @@ class EventLoop(Peering):
             return
         lane = lane_of(self.me.transport, event.peer)
         error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
-        self._hear()  # it may have said before its end that it has all rows
+        self._hear(self._last_words)  # it may have said before its end that it has all rows
         self.connections.lose(epoch, error)
         self._peer_effects(self.peers.shut(epoch, error, self.now))
         if event.fenced:
@@ -392,7 +394,7 @@ class EventLoop(Peering):
 
     def _notice_exits(self) -> None:
         for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
-            self._hear()
+            self._hear(self._last_words)
             self.lose(epoch, self._lost(epoch, "its process has ended"), ended=True)
         if self._process_monitor.landing:
             for epoch in self._process_monitor.drained(self.connections.drain_s):
