@@ -82,7 +82,7 @@ class EventLoop(Peering):
         self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self.budget_s = BUDGET_S
-        self._last_words = self.budget()
+        self._last_words: Budget | None = None
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
@@ -138,12 +138,12 @@ class EventLoop(Peering):
         if self.now - before >= self.pauses.least_s and (paused := self.pauses.over(before, self.next_at(), self.now)):
             log.warning("endpoint %s/%d: %s", self.me.instance, self.me.rank, paused)
         self.budget_s = budget_s
-        self._last_words = self.budget()
+        self._last_words = None
         changed, commanded = self._busy, bool(self._commands)
         # Frames go before what is less urgent, as bytes may wait for them, but not before what the engine has said.
         if commanded:
             changed |= self._act(commands=True)
-        if self._hear(self.budget()):
+        if self._hear():
             changed = True
             self._act(commands=not commanded)
         elif not commanded:
@@ -153,13 +153,19 @@ class EventLoop(Peering):
         if self._send_buffer.unsent:
             self.flush()
 
-    def _hear(self, budget: Budget) -> bool:
-        """Take in what has come; False: nothing."""
+    def _hear(self, budget: Budget | None = None) -> bool:
+        """Take in what has come, as far as a new budget or this one allows; False: nothing."""
         if not self._receive_buffer.fetch():
             return False
         self.now = self.clock()
-        self._receive_buffer.take(budget, self._on_channel)
+        self._receive_buffer.take(budget or self.budget(), self._on_channel)
         return True
+
+    def _hear_last(self) -> None:
+        """Take in what peers sent before they ended: all ends of a step share a budget."""
+        if self._last_words is None:
+            self._last_words = self.budget()
+        self._hear(self._last_words)
 
     def _act(self, *, commands: bool) -> bool:
         """Act on all but frames; False: nothing has come."""
@@ -386,7 +392,7 @@ class EventLoop(Peering):
             return
         lane = lane_of(self.me.transport, event.peer)
         error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
-        self._hear(self._last_words)  # it may have said before its end that it has all rows
+        self._hear_last()  # it may have said before its end that it has all rows
         self.connections.lose(epoch, error)
         self._peer_effects(self.peers.shut(epoch, error, self.now))
         if event.fenced:
@@ -394,7 +400,7 @@ class EventLoop(Peering):
 
     def _notice_exits(self) -> None:
         for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
-            self._hear(self._last_words)
+            self._hear_last()
             self.lose(epoch, self._lost(epoch, "its process has ended"), ended=True)
         if self._process_monitor.landing:
             for epoch in self._process_monitor.drained(self.connections.drain_s):
