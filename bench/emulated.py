@@ -13,7 +13,7 @@ from disagg_kv.errors import ConfigurationError
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
-from disagg_kv.transports.base import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
+from disagg_kv.transports.base import PeerLost, Settled, SupportsAllocate, Transport, WriteEnded
 from disagg_kv.transports.process import Home
 
 
@@ -94,11 +94,11 @@ class EmulatedWire:
             self.busy_s += takes
             self._due[ticket] = self._free_at + self._latency_s
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
-        events: list[WriteEnded | Settled | PeerEvent] = []
+        events: list[WriteEnded | Settled | PeerLost] = []
         for event in self._inner.poll():
             if isinstance(event, WriteEnded) and event.error is None:
                 self._landed.add(event.ticket)

@@ -241,7 +241,6 @@ OPTIONAL: Mapping[type[f.Frame], str] = {f.Expect: "stop", f.ChunkReady: "lease"
 KINDS: tuple[type[f.Frame], ...] = (
     f.Heartbeat, f.Expect, f.Expected, f.StagingRequest, f.Queued, f.Grant, f.Landed, f.ChunkReady, f.Return,
     f.Returned, f.Done, f.Complete, f.Abort, f.AbortAck, f.Drained, f.DrainedAck, f.Vote, f.Decision,
-    f.Superseded,
 )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ UNTOLD = (
     FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION, FaultClass.CLOG, FaultClass.TRUNCATED, FaultClass.PAUSE,
     FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.POLL, FaultClass.BROKEN,
 )  # fmt: skip
-"""Where these happen, a life may not have learned yet that another one has followed it."""
+"""Where these happen, an incarnation may not have learned yet that another one has its place."""
 
 MISTAKES = ("errors.unforeseen", "frames.not_a_writer")
 """Counters that stay at zero while every process keeps to the protocol."""
@@ -342,14 +342,14 @@ class Checks:
                 self._fail("I9", f"{room_name(entry.room.plan.room)}: ranks disagree: {ends}")
 
     def superseded(self, node: SimNode) -> None:
-        """I4: a life that has run beside its successor for a second takes no more rooms."""
+        """I4: an incarnation that stood still while another took its place takes no more rooms when it goes on."""
         world = self._world
         same = [n for n in world.nodes if n.instance == node.instance and n.rank == node.rank and n is not node]
         if not same or not node.alive or node.paused or any(f in world.hits for f in UNTOLD):
             return
         younger = same[0]
         world.mark("superseded:refuses rooms")
-        if node.view.loop.succession.error() is None:
+        if node.view.loop.ranks.superseded is None:
             self._fail("I4", f"{node.address}: did not learn that {younger.address} has taken its place")
 
     def broke(self, node: SimNode) -> None:
@@ -396,7 +396,7 @@ class Checks:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
         there = view.loop.peers.epochs()
         peers = view.loop.peers
-        kept = [e for e in node.loop.connections.linked() if peers.known(e) is None and not peers.in_use(e)]
+        kept = [e for e in node.loop.connections.linked() if peers.known(e) is None]
         if kept and (peers.next_at() or inf) > node.loop.now and not node.failing:
             self._fail("I3", f"{node.address}: still linked to {len(kept)} forgotten lives that no room uses")
         lost = [epoch for epoch in view.loop.remotes if epoch not in there]

@@ -13,7 +13,7 @@ from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import U8, Buffer, Event, bytes_of, new_buffer
 from disagg_kv.planning import Writes
 from disagg_kv.staging import Lease
-from disagg_kv.transports import Capabilities, Lane, LinkCost, PeerEvent, Settled, WriteEnded
+from disagg_kv.transports import Capabilities, Lane, LinkCost, PeerLost, Settled, WriteEnded
 
 from .fault import FaultClass
 from .flags import SimFlags
@@ -107,7 +107,7 @@ class SimTransport:
         self.landed: dict[int, Landed] = {}
         self.alive = True
         self._peers: dict[Peer, SimTransport] = {}
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
         self._waiting: list[Op] = []
         self._serial = 0
 
@@ -243,7 +243,7 @@ class SimTransport:
             self.dma.begin(op)
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """What happened since the last call; what waits for an event begins when it is seen to have happened."""
         if self.node.poll_raises:
             self.node.polls_left -= 1
@@ -256,7 +256,7 @@ class SimTransport:
         events, self._events = self._events, []
         return events
 
-    def tell(self, event: WriteEnded | Settled | PeerEvent) -> None:
+    def tell(self, event: WriteEnded | Settled | PeerLost) -> None:
         """Something happened."""
         if self.alive:
             self._events.append(event)

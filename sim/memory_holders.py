@@ -27,7 +27,7 @@ def check_holders(world: Cluster, node: SimNode) -> None:
     """``peers()`` names exactly the memory that waits for evidence about each peer."""
     view = node.view
     pieces = list(_decode(node, view) if isinstance(view, DecodeInspection) else _prefill(view))
-    if not pieces and not view.loop.registry.holding:
+    if not pieces and not view.loop.sessions.holding:
         return
     found = {peer.epoch: peer for peer in node.endpoint.peers()}
     named: dict[Epoch, Held] = {
@@ -46,11 +46,11 @@ def _named(world: Cluster, node: SimNode, epoch: Epoch) -> None:
     """An operator can name it, and it is counted as gone exactly where the peer table does so."""
     peer = next(p for p in node.endpoint.peers() if p.epoch == epoch)
     known = node.view.loop.peers.known(epoch)
-    world.mark("holder:forgotten" if known is None else f"holder:{peer.state}")
-    if (peer.state in ("lost", "ended")) != (known is None or known.lost):
+    world.mark(f"holder:{peer.state}")
+    if known is None or (peer.state in ("lost", "ended")) != known.lost:
         world.violation("I5", f"{node.address}: {epoch.hex()} holds memory, and is listed as {peer.state}")
     try:
-        node.view.loop.registry.find(epoch.hex())
+        node.view.loop.sessions.find(epoch.hex())
     except UnknownNameError as exc:
         world.violation("I5", f"{node.address}: no operator can free what it keeps: {exc}")
 

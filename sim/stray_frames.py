@@ -170,16 +170,14 @@ class StrayFrames:
             return
         node.losses = lost
         peers = node.view.loop.peers
-        for address, epoch in list(peers.addresses.items()):
-            there = peers.known(epoch)
-            assert there is not None
+        for address, there in list(peers.addresses.items()):
             if not there.lost or there.ended:
                 continue
             self._world.hit(FaultClass.STALE)
             self._world.mark("greeting:of an older life")
-            older = structs.replace(there.hello, src=b"old" + epoch[3:], dst=b"", born=there.hello.born - 1)
+            older = structs.replace(there.hello, src=b"old" + there.epoch[3:], dst=b"", born=there.hello.born - 1)
             node.take_in(Arrived(self._codec.encode(older)))
-            if peers.addresses.get(address) != epoch:
+            if peers.addresses.get(address) is not there:
                 self._world.violation("I7", f"{node.address}: a late greeting gave {address} back to an older life")
 
     def _has_finished(self, node: SimNode, epoch: Epoch, head: Head) -> bool:
@@ -196,7 +194,7 @@ class StrayFrames:
         if not (view.rooms if isinstance(view, DecodeInspection) else view.flows):
             return ()
         alive = {other.epoch for other in self._world.places.values() if not other.paused}
-        known = [e for e in view.loop.remotes if e in alive and peers.at(peers.hello(e).address) == e]
+        known = [e for e, remote in view.loop.remotes.items() if e in alive and peers.at(remote.hello.address) == e]
         pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
         if isinstance(view, DecodeInspection):
             for key, room in view.rooms.items():

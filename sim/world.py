@@ -10,7 +10,7 @@ from heapq import heappop
 
 from disagg_kv.core import Phase
 from disagg_kv.errors import EndpointBrokenError, UnknownNameError
-from disagg_kv.transports import PeerEvent
+from disagg_kv.transports import PeerLost
 
 from .at_once import AtOnce
 from .check import Checks
@@ -43,8 +43,8 @@ SOON_S = 0.06
 HALF_DEAD = 0.3
 """Share of the processes that are replaced while they stand still: nothing else says that they are gone."""
 
-FOLLOWED_S = 0.9
-"""Within this a life that goes on learns that another one has followed it, unless a fault prevents that."""
+LEARNS_S = 0.3
+"""Within this an incarnation that goes on learns that another one has its place, unless a fault prevents that."""
 
 SETTLE_S = 8.0
 """I4: after the faults stop and the deadline of the last room, everything comes to rest within this time."""
@@ -196,7 +196,7 @@ class World(Cluster):
         fenced = not any(op.source is dead.transport or op.target is dead.transport for op in self.dma.live)
         fenced = fenced and self.random.random() < 0.5
         self.mark("release:fenced" if fenced else "noticed:by the transport")
-        other.transport.tell(PeerEvent(dead.transport.me, fenced=fenced))
+        other.transport.tell(PeerLost(dead.transport.me, fenced=fenced))
 
     def _confirm(self, dead: SimNode) -> None:
         """The operator saw a process end."""
@@ -231,13 +231,10 @@ class World(Cluster):
         seconds = self._stop(node, (0.3, 2.6, 4.5))
         self.later(self.random.choice((0.05, 0.2)), partial(self._replace, group, node))
         longer = self.random.choice((0.05, 1.0))
-        self.later(seconds + longer, partial(self._stand_down, node, longer))
-
-    def _stand_down(self, node: SimNode, after: float) -> None:
-        """A process that another one has followed ends, some seconds after it went on."""
-        if after > FOLLOWED_S:
-            self._check.superseded(node)
-        self._end(node)
+        options = self.scenario.options
+        if seconds > options.missed * options.heartbeat_s:
+            self.later(seconds + LEARNS_S, partial(self._check.superseded, node))
+        self.later(seconds + longer, partial(self._end, node))
 
     def _replace(self, group: str, lost: SimNode) -> None:
         """A process takes the place of one that ended, among ranks that may not have noticed yet."""

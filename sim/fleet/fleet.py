@@ -332,7 +332,7 @@ class Fleet:
     def links(self) -> tuple[int, int]:
         """Links that all ranks have, and those that they have dropped."""
         ranks = [rank for ranks in self._ranks.values() for rank in ranks]
-        return sum(len(rank.links) for rank in ranks), sum(rank.links.dropped for rank in ranks)
+        return sum(rank.links for rank in ranks), sum(rank.links_dropped for rank in ranks)
 
 
 def _in_rack(address: str) -> bool:

@@ -16,7 +16,7 @@ from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, Ticket
 from disagg_kv.kernels import Checksums, Move, PageMove
 from disagg_kv.memory import Buffer, Event, Flag, MemoryPool
 from disagg_kv.planning import Writes
-from disagg_kv.transports import Capabilities, Descriptor, PeerEvent, Region, Settled, WriteEnded, decode, encode
+from disagg_kv.transports import Capabilities, Descriptor, PeerLost, Region, Settled, WriteEnded, decode, encode
 
 LAYERS, PAGE_ROWS, PAGES = 80, 16, 4096
 KV = GroupId("kv")
@@ -122,7 +122,7 @@ class FleetTransport:
         self._hosts = hosts
         self._regions: list[Buffer] = []
         self._tickets = count(1)
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
         self._next = 1 << 45
         hosts[me] = host
 
@@ -176,7 +176,7 @@ class FleetTransport:
         world.later(WRITE_S, end)
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`."""
         if not self._events:
             return ()

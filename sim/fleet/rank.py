@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 
-from disagg_kv.core import Links, Options
+from disagg_kv.core import Options
 from disagg_kv.endpoints import DecodeEndpoint, Delivery, Environment, Incarnation, PrefillEndpoint, Reception
 from disagg_kv.endpoints.peers.background import Background
 from disagg_kv.endpoints.peers.link_budget import link_cost
@@ -163,9 +163,14 @@ class FleetRank:
             self.wake_at(max(due, self.world.now + 0.001))
 
     @property
-    def links(self) -> Links:
-        """Its links."""
-        return self._view.loop.peers.links
+    def links(self) -> int:
+        """How many it has."""
+        return len(self._view.loop.peers)
+
+    @property
+    def links_dropped(self) -> int:
+        """How many it has dropped, as no room used them."""
+        return self._view.loop.peers.displaced
 
     @property
     def peers(self) -> int:

@@ -335,22 +335,20 @@ class EndpointBrokenError(DisaggKVError):
 
 
 class SupersededError(DisaggKVError):
-    """Another process has replaced this rank. This process accepts no rooms while that one is connected.
+    """Another process has replaced this rank. This process accepts no rooms any more.
 
     Args:
         instance: the instance.
         rank: the rank in it.
         address: the other process's address.
-        epoch: the other process's epoch.
     """
 
     code = "superseded"
     retryable = False
 
-    def __init__(self, instance: str, rank: int, address: str, epoch: bytes) -> None:
-        where = f"epoch {epoch.hex()} at {address} has taken its place"
-        message = f"rank {rank} of instance {instance!r} lives elsewhere: {where}"
-        super().__init__(message, instance=instance, rank=rank, address=address, epoch=epoch)
+    def __init__(self, instance: str, rank: int, address: str) -> None:
+        message = f"rank {rank} of instance {instance!r} lives elsewhere: the process at {address} has taken its place"
+        super().__init__(message, instance=instance, rank=rank, address=address)
 
 
 class IntegrityError(DisaggKVError):

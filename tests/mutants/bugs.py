@@ -28,7 +28,7 @@ LOOP = "endpoints.loop.event_loop:EventLoop."
 INBOX = "endpoints.loop.buffers:ReceiveBuffer."
 LINKS = "endpoints.peers.connections:Connections."
 DIRECTORY = "endpoints.peers.directory:Directory."
-ROSTER = "endpoints.peers.peer_registry:PeerRegistry."
+ROSTER = "endpoints.peers.session:Sessions."
 
 BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight",
@@ -46,7 +46,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a segment is sent again to a destination that has it",
            STAGED + "_gathered", "in posts:", "in [*posts, *posts]:"),
     Mutant("a link is dropped although memory in quarantine waits for evidence about its peer",
-           DECODE + "_publish", "unsettled, hellos =", "self._used.forget(room.key)\n        unsettled, hellos ="),
+           DECODE + "_publish", "unsettled, peers =", "self._used.forget(room.key)\n        unsettled, peers ="),
     Mutant("links to dead subscribers are kept for ever",
            LINKS + "drop", "self._disconnect(link)", "pass"),
     Mutant("a write that could not be posted is only logged",
@@ -73,9 +73,9 @@ BUGS: Sequence[Mutant] = (
     Mutant("a life that is replaced takes the next one with it when its end is noticed",
            "core.verdict.elected:Elected.joined", "if r == rank]", "if False]"),
     Mutant("a late greeting gives an address back to an older life while the newer one is silent",
-           "core.peers.peer_lives:PeerLives._stale", "not there.ended and", "not there.lost and"),
+           "core.peers.known_peers:KnownPeers._stale", "not there.ended and", "not there.lost and"),
     Mutant("a life is taken for an older one because its process began earlier",
-           "core.peers.peer_lives:is_older", "hello.born < other.born", "hello.started < other.started"),
+           "core.peers.known_peers:is_older", "hello.born < other.born", "hello.started < other.started"),
     Mutant("a lease in quarantine is released without evidence",
            DRAINING + "_release", "if w.evidence]", "if True]"),
     Mutant("an abort is acknowledged before the writes have drained",
@@ -276,9 +276,9 @@ BUGS: Sequence[Mutant] = (
     Mutant("a rank keeps more than the ranks agreed on",
            "prefix.cache:PrefixLease.begin", "self._cache.index.shorten(self._lock, held)", "pass"),
     Mutant("an end that is confirmed counts as if it had been seen long ago",
-           "endpoints.peers.process_monitor:ProcessMonitor.confirm", "self._clock())", "-1e9)"),
-    Mutant("a life that another one has followed goes on as if it counted",
-           "endpoints.peers.succession:Succession.of_our_rank", "self._younger = life", "pass"),
+           "endpoints.peers.process_monitor:ProcessMonitor.confirm", "self._clock()", "-1e9"),
+    Mutant("an incarnation that stood still goes on although another one has its place",
+           "endpoints.loop.ranks:InstanceRanks._yield", "self._replaced_at = address", "return"),
     Mutant("a rank that is lost takes no room with it",
            "core.verdict.elected:Elected.lost", "self._ranks.pop(epoch, None)", "None"),
     Mutant("a rank's failure is counted as a success",
@@ -311,10 +311,9 @@ BUGS: Sequence[Mutant] = (
            "core.tombstones:Tombstones.remember", "len(self._known) > self._peers",
            "len(self._known) > 1"),
     Mutant("a life that was lost is not listed, though memory waits for it",
-           ROSTER + "listed", "for epoch, (peer, held) in waiting.items():",
-           "for epoch, (peer, held) in ((e, of) for e, of in waiting.items() if e in sums):"),
+           ROSTER + "listed", "if session.known.lost and session.held", "if False"),
     Mutant("memory that came back is listed as if it waited",
-           ROSTER + "hold", "del self._waiting[key]", "pass"),
+           ROSTER + "hold", "session.held.pop(key, None)", "pass"),
     Mutant("a lease that waits for several peers counts for one of them",
            DRAINING + "owed", "if self._owes(w)]", "if self._owes(w)][:1]"),
     Mutant("a slot that is still read counts as the bytes of one write",
@@ -324,7 +323,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("the digits that an error prints are not those that an operator may give",
            ROSTER + "find", "bytes.fromhex(named)", "named.encode()[:16]"),
     Mutant("a life that was seen to end is listed as there",
-           ROSTER + "_info", "if of.peer.lost or of.peer.ended:", "if False:"),
+           ROSTER + "_info", "if known.lost:", "if False:"),
     Mutant("a count goes out in the type in which the engine keeps it",
            "arguments:count", "number = int(operator.index(value))", "number = value"),
     Mutant("who is refused does not tell the other side that a room has failed",

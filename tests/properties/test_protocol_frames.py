@@ -133,8 +133,7 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.Decision, ok=st.none() | st.booleans(), shared=st.booleans(), reason=texts),
     room_frame(f.Return, segment=boxes, ask=numbers),
     room_frame(f.Returned, segment=boxes, ask=numbers),
-    st.builds(f.Superseded, **between, address=names),
-    st.builds(f.Parted, **between, closed=st.booleans()),
+    st.builds(f.Disconnected, **between, closed=st.booleans()),
 )
 codec = Codec()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disagg_kv.core import SendTo
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.loop.event_loop import EventLoop
 from disagg_kv.ids import Epoch, Peer
@@ -9,13 +10,8 @@ from disagg_kv.transports import InprocTransport, ShmTransport
 
 
 def may_hold(loop: EventLoop) -> set[Epoch]:
-    """Lives that the table knows and has not parted, and those that rooms use: they may owe evidence.
-
-    What a forgotten life keeps goes with the next step after the end of the last room that used it.
-    """
-    peers = loop.peers
-    known = {epoch for epoch, peer in peers._peers.items() if not peer.parted}
-    return known.union(peers._users, (epoch for epoch in peers._timers._due if epoch not in peers._peers))
+    """Incarnations that the table knows: those that rooms use may owe evidence."""
+    return set(loop.peers._peers)
 
 
 def connected(loop: EventLoop) -> set[Peer]:
@@ -28,18 +24,25 @@ def connected(loop: EventLoop) -> set[Peer]:
 
 
 def check_links(endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
-    """Connections, watched processes and the transport hold no life that the table of peers has given up."""
+    """Connections, watched processes and the transport hold no incarnation that the table of peers has forgotten."""
     loop = endpoint.driver.loop
-    links, monitor = loop.connections._links, loop._process_monitor
+    links, monitor = loop.connections._owners, loop._process_monitor
     held = {
         "remotes": set(loop.remotes),
-        "linked": set(links),
-        "watched": set(monitor._watches._watched),
-        "ended": set(monitor.landing),
-        "listed": set(loop.peer_registry._present),
+        "linked": {link.session.epoch for link in links.values()},
+        "watched": {session.epoch for session in monitor._watches._watched},
+        "ended": {session.epoch for session in monitor.landing},
+        "sessions": set(loop.sessions._sessions),
     }
-    left = {what: lives - may_hold(loop) for what, lives in held.items() if lives - may_hold(loop)}
-    assert not left, {what: [life.hex()[:8] for life in lives] for what, lives in left.items()}
+    left = {what: epochs - may_hold(loop) for what, epochs in held.items() if epochs - may_hold(loop)}
+    assert not left, {what: [epoch.hex()[:8] for epoch in epochs] for what, epochs in left.items()}
     assert connected(loop) <= {link.peer for link in links.values()}, "the transport has a peer without a link"
-    there = {epoch for epoch in loop.peers.epochs() if epoch not in loop.siblings}
-    assert there <= set(links), "a life is there without a link"
+    there = {epoch for epoch in loop.peers.epochs() if epoch not in loop.ranks}
+    assert there <= held["linked"], "a peer is there without a link"
+
+
+def forget(loop: EventLoop, epoch: Epoch) -> None:
+    """The table forgets a peer that no room uses; the notice to it is lost."""
+    peer = loop.peers.known(epoch)
+    assert peer is not None
+    loop._peer_effects([one for one in loop.peers._forget(peer, loop.now) if not isinstance(one, SendTo)])

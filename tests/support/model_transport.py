@@ -31,7 +31,7 @@ from disagg_kv.transports import (
     Descriptor,
     Extents,
     Home,
-    PeerEvent,
+    PeerLost,
     Process,
     Region,
     RegionTable,
@@ -110,7 +110,7 @@ class ModelTransport:
         self._lost: set[Peer] = set()
         self._tickets = count(1)
         self._flights: list[Flight] = []
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
         self._closed = False
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -186,7 +186,7 @@ class ModelTransport:
         self._flights.append(Flight(ticket, peer, remote, target, source, writes.nbytes, after))
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         if not self._home.here:
             return ()
         for peer, remote in self._peers.all.items():
@@ -200,7 +200,7 @@ class ModelTransport:
 
     def lose(self, peer: Peer) -> None:
         """Report a loss: this process copies into the peer's memory itself, and so does the peer into this one's."""
-        self._events.append(PeerEvent(peer, fenced=True))
+        self._events.append(PeerLost(peer, fenced=True))
 
     def progress(self, flight: Flight) -> None:
         """Copy a batch whose event has happened, and end it."""

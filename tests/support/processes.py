@@ -34,7 +34,7 @@ from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import U8, Event, Flag
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded, between_processes, decode
+from disagg_kv.transports import PeerLost, Settled, SupportsAllocate, Transport, WriteEnded, between_processes, decode
 from tests.support.answering import answer
 
 KV = GroupId("kv")
@@ -166,7 +166,7 @@ class _Gate(FaultyTransport):
         super().__init__(inner, lambda n: Fault.DELAYED if n >= first and not self.opened else None)
         self.opened = False
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         if self.opened:
             self.release()
         return super().poll()
@@ -181,7 +181,7 @@ class _Late(FaultyTransport):
         self._due: dict[Ticket, float] = {}
         self._draw = np.random.default_rng(seed)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         now = time.monotonic()
         for ticket in self.held:
             if ticket not in self._due:

@@ -14,7 +14,7 @@ from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.kernels import Checksums, Kernels, Move, PageMove, kernels_for
 from disagg_kv.memory import Buffer, Event, Flag, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, Transport, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerLost, Settled, Transport, WriteEnded
 from tests.support.pools import Bytes
 
 
@@ -226,7 +226,7 @@ class RecordingTransport:
         self.batches.append((peer, writes))
         return self._inner.submit(peer, writes, after=after)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Pass on."""
         return self._inner.poll()
 

@@ -18,7 +18,7 @@ from disagg_kv.errors import RemoteProtocolError, TransportError
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
-from disagg_kv.transports import Descriptor, Extents, PeerEvent, Settled, WriteEnded, copy, decode
+from disagg_kv.transports import Descriptor, Extents, PeerLost, Settled, WriteEnded, copy, decode
 from disagg_kv.transports.descriptor import VERSION
 from tests.support.model_transport import Flight, ModelTransport, Place, Remote, stopped
 
@@ -90,7 +90,7 @@ class EventsOfAll(ModelTransport):
         super().__init__()
         self.everyone.add(self)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         return [event for one in tuple(self.everyone) for event in ModelTransport.poll(one)]
 
 
@@ -107,7 +107,7 @@ class SubmitRaisesLate(ModelTransport):
 class PollRaises(ModelTransport):
     """It polls a file that ``close`` has closed."""
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         if self._closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         return super().poll()
@@ -382,7 +382,7 @@ class LeavesFiles(ModelTransport):
 class LostAtEveryPoll(ModelTransport):
     """It reports a loss for as long as the peer is known."""
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         self._lost.clear()
         return super().poll()
 
@@ -407,7 +407,7 @@ class DoneAfterDeath(ModelTransport):
 class FrozenIsLost(ModelTransport):
     """It takes a peer for lost that does not answer for a moment."""
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         for peer, remote in self._peers.all.items():
             if peer not in self._lost and stopped(remote):
                 self._lost.add(peer)

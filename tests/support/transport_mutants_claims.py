@@ -18,7 +18,7 @@ from disagg_kv.errors import TransportError
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
-from disagg_kv.transports import PeerEvent, Settled, WriteEnded
+from disagg_kv.transports import PeerLost, Settled, WriteEnded
 from tests.support.model_transport import Flight, ModelTransport, Place, stopped
 from tests.support.transport_mutants import SOON_S, ClosesEarly
 
@@ -38,7 +38,7 @@ class PollsByTheTarget(ModelTransport):
     def move(self, flight: Flight) -> None:
         self.everyone[flight.peer]._inbox[flight] = self
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         for flight, sender in self._inbox.items():
             ModelTransport.move(sender, flight)
         self._inbox.clear()
@@ -200,11 +200,11 @@ class FenceAfterTickets(LateFence):
         self._since = time.monotonic()
         self._gone = peer
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         events = list(super().poll())
         if self._since is not None and time.monotonic() > self._since + SOON_S:
             self._since = None
-            events.append(PeerEvent(self._gone, fenced=True))
+            events.append(PeerLost(self._gone, fenced=True))
         return events
 
 
@@ -218,7 +218,7 @@ class FenceOfALivingPeer(ClosesEarly):
         super().__init__()
         self.everyone[self._me] = self
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         for peer in set(self._peers.all) - self._lost:
             if self.everyone[peer]._closed:
                 self._lost.add(peer)
@@ -249,7 +249,7 @@ class FenceBeforeItsInbox(ModelTransport):
             return
         self.end(flight, None)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         self.receive()
         return super().poll()
 
@@ -308,7 +308,7 @@ class Forks(ModelTransport):
 class PollsInChildren(ModelTransport):
     """It refuses calls in a forked child, but returns the parent's events there."""
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         home, self._home = self._home, _Anywhere()  # type: ignore[assignment]
         try:
             return super().poll()

@@ -14,7 +14,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport, faultless
 from disagg_kv.transports import (
     InprocTransport,
-    PeerEvent,
+    PeerLost,
     Settled,
     ShmTransport,
     Transport,
@@ -66,7 +66,7 @@ class SlowTransport(FaultyTransport):
             self._after[ticket] = after
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Moves the oldest batch whose event has happened."""
         if not self._home.here:
             return ()

@@ -34,7 +34,7 @@ from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
 from disagg_kv.transports import (
     Capabilities,
-    PeerEvent,
+    PeerLost,
     Settled,
     SupportsAllocate,
     Transport,
@@ -80,7 +80,7 @@ class Nowhere:
         self.tickets.append(Ticket(len(self.tickets)))
         return self.tickets[-1]
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Every ticket failed."""
         ended = [WriteEnded(ticket, TransportError("nowhere to write to"), quiesced=True) for ticket in self.tickets]
         self.tickets.clear()
@@ -99,13 +99,13 @@ def test_a_class_that_inherits_from_nothing_is_a_transport(monkeypatch: pytest.M
     ticket = mine.submit(mine.connect(b"", 1.0), Writes.one(0, 0, 0, 0, 8))
     assert_type(ticket, Ticket)
     events = mine.poll()
-    assert_type(events, Sequence[WriteEnded | Settled | PeerEvent])
+    assert_type(events, Sequence[WriteEnded | Settled | PeerLost])
     (ended,) = events
     match ended:
         case WriteEnded(error=error):
             assert_type(error, Exception | None)
             assert isinstance(error, TransportError)
-        case Settled() | PeerEvent():
+        case Settled() | PeerLost():
             raise AssertionError(ended)
 
 

@@ -38,7 +38,7 @@ SAMPLES: list[DisaggKVError] = [
     OversizeError("staging ring", 9, 8),
     TransportError("a write failed", retryable=True),
     PeerLostError("silent", instance="decode-1", rank=3, epoch=b"e" * 16, address="tcp://10.0.0.1:5", room=b"r"),
-    SupersededError("prefill-0", 1, "tcp://10.0.0.1:5", b"e" * 16),
+    SupersededError("prefill-0", 1, "tcp://10.0.0.1:5"),
 ]
 
 

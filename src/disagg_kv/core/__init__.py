@@ -32,8 +32,8 @@ from .base import (
     Wrote,
 )
 from .peers.known_peer import KnownPeer
-from .peers.links import Links
-from .peers.peer_effects import Forget, Greeted, PeerEffect, SendTo, Unlink, Unreachable, Up
+from .peers.known_peers import LinkBudget
+from .peers.peer_effects import Forget, Forgotten, Greeted, PeerEffect, SendTo, Unreachable, Up
 from .peers.peer_table import PeerTable
 from .room.flow import Flow, FlowPlan
 from .room.receive_room import ReceiveRoom
@@ -69,6 +69,7 @@ __all__ = [
     "Flow",
     "FlowPlan",
     "Forget",
+    "Forgotten",
     "Frame",
     "Free",
     "Gone",
@@ -78,7 +79,7 @@ __all__ = [
     "Introduced",
     "KnownPeer",
     "Leased",
-    "Links",
+    "LinkBudget",
     "Lost",
     "Met",
     "Offered",
@@ -107,7 +108,6 @@ __all__ = [
     "Tick",
     "Tombstones",
     "Transfer",
-    "Unlink",
     "Unreachable",
     "Up",
     "Verdict",

@@ -16,7 +16,7 @@ from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
 from .loop.construction import Environment, threads_on
 from .peers.incarnation import Incarnation
-from .peers.peer_registry import format_peers
+from .peers.session import format_peers
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id, room_id
 from .status import EndpointStatus, PeerInfo, PeerState, Report, RoomInfo, Usage

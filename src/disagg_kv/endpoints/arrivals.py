@@ -153,11 +153,12 @@ class Arrivals:
     # Answers of prefill.
 
     def _park(self, frame: Expect) -> None:
-        if not self._keep(frame):
+        if (superseded := self._loop.ranks.superseded) is not None:
+            self.refuse(frame, superseded)
+        elif self._keep(frame):
+            self._say(Expected(**self._head(frame), parked=True))
+        else:
             self._loop.observer.count("frames.not_parked")
-            return
-        self._say(Expected(**self._head(frame), parked=True))
-        self._loop.siblings.point_on(Epoch(frame.src))
 
     def _refuse(self, frame: Expect) -> None:
         self.refuse(frame, self.reason(RoomId(frame.room), frame.tag) or "the room has ended")

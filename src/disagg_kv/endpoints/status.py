@@ -70,7 +70,7 @@ class Report:
             self.spend("wire", now - self._since)
 
 
-PeerState = Literal["connected", "idle", "silent", "parted", "lost", "ended"]
+PeerState = Literal["connected", "idle", "silent", "lost", "ended"]
 
 
 @frozen
@@ -80,9 +80,8 @@ class PeerInfo:
     Args:
         instance, rank, address, epoch, host, pid: as the peer introduced itself.
         state: ``connected``; ``idle``: no room uses it, so it gets and sends no heartbeats; ``silent``: it missed
-            heartbeats; ``parted``: its link was dropped, as no room used it, and the next room makes it again;
-            ``lost``; ``ended``: it has closed, or its process was seen or confirmed to have ended, and its last writes
-            may still land.
+            heartbeats; ``lost``; ``ended``: it has closed, or its process was seen or confirmed to have ended, and its
+            last writes may still land.
         silent_s: seconds since its last frame; infinite: not known any more.
         ring_bytes: on decode, bytes of ring leases of failed rooms that the peer may still write to. A lease that waits
             for several peers counts for each.

@@ -70,7 +70,7 @@ RING_USED = Metric("ring_used_bytes", "gauge", "Bytes of the ring that are lease
 SLOTS = Metric("slots", "gauge", "Staging slots; on prefill only.")
 SLOTS_USED = Metric("slots_used", "gauge", "Slots that are being filled or that a write may still read.")
 QUARANTINED = Metric("quarantined_bytes", "gauge", "Bytes of ring or slots of failed rooms that wait for evidence.")
-PEERS = Metric("peers", "gauge", "Peers that are connected, parted, or hold memory, by state.", ("state",))
+PEERS = Metric("peers", "gauge", "Peers that are connected or hold memory, by state.", ("state",))
 LINKS = Metric("links", "gauge", "Peers to which there are connections.")
 LINKS_BUDGET = Metric("links_budget", "gauge", "Links above which those are dropped that no room uses.")
 

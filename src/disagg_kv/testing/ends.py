@@ -20,10 +20,10 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import U8, Buffer, Flag, bytes_of
 from ..memory.flag import raise_flags
 from ..planning import Writes
-from ..transports import PeerEvent, Settled, SupportsAllocate, SupportsFlags, Transport, WriteEnded
+from ..transports import PeerLost, Settled, SupportsAllocate, SupportsFlags, Transport, WriteEnded
 from ..transports.flags import words_of
 
-TransportEvent = WriteEnded | Settled | PeerEvent
+TransportEvent = WriteEnded | Settled | PeerLost
 
 
 class Memory(Protocol):

@@ -17,7 +17,7 @@ from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from ..transports import Home, PeerEvent, Settled, SupportsAllocate, SupportsMapping, Transport, WriteEnded
+from ..transports import Home, PeerLost, Settled, SupportsAllocate, SupportsMapping, Transport, WriteEnded
 
 
 class Fault(Enum):
@@ -114,7 +114,7 @@ class FaultyTransport:
         self._held: dict[Ticket, _Held] = {}
         self._lost: set[Peer] = set()
         self._leaving: set[Peer] = set()
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
         self.name = inner.name
         self.caps = attrs.evolve(inner.caps, late_writes=True, drain_s=None)
 
@@ -226,14 +226,14 @@ class FaultyTransport:
         with self._losing:
             if peer not in self._lost:
                 self._lost.add(peer)
-                self._events.append(PeerEvent(peer))
+                self._events.append(PeerLost(peer))
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
         for event in self._inner.poll():
-            if isinstance(event, PeerEvent):
+            if isinstance(event, PeerLost):
                 self._events.append(event)
             elif event.ticket in self._flying:
                 self._tell(event)

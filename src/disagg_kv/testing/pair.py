@@ -12,7 +12,7 @@ from ..errors import DisaggKVError, PeerLostError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8
 from ..planning import Writes
-from ..transports import Capabilities, PeerEvent, Settled, WriteEnded
+from ..transports import Capabilities, PeerLost, Settled, WriteEnded
 from .ends import Child, End, TransportEvent
 from .limits import at_most
 
@@ -49,12 +49,12 @@ class Log:
         self._caps = caps
         self.ended: dict[Ticket, WriteEnded] = {}
         self.settled: set[Ticket] = set()
-        self.peer_events: list[PeerEvent] = []
+        self.peer_events: list[PeerLost] = []
 
     def add(self, events: Sequence[TransportEvent]) -> None:
         """Check and keep."""
         for event in events:
-            if isinstance(event, PeerEvent):
+            if isinstance(event, PeerLost):
                 assert not self.reported(event.peer), f"{event}: the loss was reported before"
                 self.peer_events.append(event)
             elif isinstance(event, Settled):
@@ -76,7 +76,7 @@ class Log:
         return self.reported(peer) or any(ended.error is not None for ended in self.ended.values())
 
     def reported(self, peer: Peer) -> bool:
-        """Whether a :class:`PeerEvent` has."""
+        """Whether a :class:`PeerLost` has."""
         return any(event.peer == peer for event in self.peer_events)
 
 

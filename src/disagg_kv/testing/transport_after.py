@@ -68,7 +68,7 @@ class AfterwardsCases(TransportCases):
         pair.check()
 
     def test_a_closed_peer_writes_nothing_after_its_fence(self, pair: Pair) -> None:
-        """What ``PeerEvent(fenced=True)`` claims, where a peer is reported that lives on."""
+        """What ``PeerLost(fenced=True)`` claims, where a peer is reported that lives on."""
         mine = pair.source.add(np.full(NBYTES, POISON, np.uint8))
         back = pair.target.connect(pair.source.descriptor(), self.timeout_s)
         for _ in range(10):

@@ -40,7 +40,7 @@ class ProcessCases(VictimCases):
             wait(lambda: log.lost(peer), lambda: log.add(end.events()), self.timeout_s, "the loss to be reported")
 
     def test_a_peer_that_was_killed_is_reported(self, apart: Pair, victim: Child) -> None:
-        """As ``PeerEvent`` or by a ticket that fails, whether or not anything is in flight."""
+        """As ``PeerLost`` or by a ticket that fails, whether or not anything is in flight."""
         apart.put((0, 0, 100))
         apart.check()
         victim.kill()
@@ -79,7 +79,7 @@ class ProcessCases(VictimCases):
         apart.source.drop(apart.local)
 
     def test_a_killed_peer_writes_nothing_after_its_fence(self, apart: Pair, victim: Child) -> None:
-        """What ``PeerEvent(fenced=True)`` claims, also if tickets fail before it is reported."""
+        """What ``PeerLost(fenced=True)`` claims, also if tickets fail before it is reported."""
         mine = apart.source.add(np.full(NBYTES, POISON, np.uint8))
         back = victim.connect(apart.source.descriptor(), self.timeout_s)
         victim.write_on(back, batch(apart.remote, mine, [(0, 0, NBYTES)]))

@@ -38,7 +38,7 @@ class Capabilities:
         in_process_only: both sides must be in one process.
         needs_target_polling: writes progress only while the target calls ``poll``.
         waits_events: ``submit`` takes ``after``, and writes once that has fired; otherwise the endpoint waits first.
-        detects_peer_death: a killed peer is reported as :class:`PeerEvent` or as a failed ticket.
+        detects_peer_death: a killed peer is reported as :class:`PeerLost` or as a failed ticket.
         late_writes: bytes may still land after a ticket ended with ``quiesced=False``.
         max_batch: descriptors of one ``submit``; None: no limit.
         drain_s: seconds after the observed exit of a peer's process. By then the peer's last writes have landed, and
@@ -103,7 +103,7 @@ class Settled:
 
 
 @frozen
-class PeerEvent:
+class PeerLost:
     """The loss of a peer, which is reported at most once.
 
     Args:
@@ -194,7 +194,7 @@ class Transport(Protocol):
         """
         ...
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Return the events since the last call; in a forked child, none. Never blocks, never raises."""
         ...
 

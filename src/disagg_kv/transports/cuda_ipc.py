@@ -32,7 +32,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
-from .base import Capabilities, PeerEvent, Settled, WriteEnded
+from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
 from .cuda_api import Cuda, Gpu, Mark, Stream
 from .cuda_driver import driver as this_driver
@@ -162,7 +162,7 @@ class CudaIpcTransport:
         self._tickets = count(1)
         self._flag_pages = count(1)
         self._unquiet: set[Ticket] = set()
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
         self._closed = False
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
@@ -440,7 +440,7 @@ class CudaIpcTransport:
             flight.remote.unquiet = True
         self._events.append(WriteEnded(flight.ticket, error, quiesced))
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
@@ -517,7 +517,7 @@ class CudaIpcTransport:
     def _note_end(self, remote: _Remote) -> None:
         if not remote.lost:
             remote.lost = True
-            self._events.append(PeerEvent(remote.peer))
+            self._events.append(PeerLost(remote.peer))
 
     def _check_open(self) -> None:
         self._home.check()

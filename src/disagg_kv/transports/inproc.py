@@ -16,7 +16,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, new_buffer
 from ..planning import Writes
-from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
+from .base import Capabilities, LinkCost, PeerLost, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .flags import HostFlags
@@ -59,7 +59,7 @@ class InprocTransport:
         self._table = RegionTable(self.caps.devices)
         self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
         self._lost: set[Peer] = set()
         self._flag_pages: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
         # Held while a peer copies into this transport's memory or while that memory is taken away.
@@ -170,7 +170,7 @@ class InprocTransport:
             raise RemoteProtocolError(f"inproc peer {peer.hex()} has no flag page {number}")
         return HostFlags(buffer)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
@@ -181,7 +181,7 @@ class InprocTransport:
         for peer in self._peers.all:
             if peer not in self._lost and _find(peer) is None:
                 self._lost.add(peer)
-                events.append(PeerEvent(peer, fenced=True))
+                events.append(PeerLost(peer, fenced=True))
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

@@ -51,7 +51,7 @@ from .base import (
     Flags,
     Lane,
     LinkCost,
-    PeerEvent,
+    PeerLost,
     Settled,
     SupportsAllocate,
     SupportsFlags,
@@ -394,11 +394,11 @@ class CombinedTransport:
         self._table.hold(ticket, writes)
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`; of a lane that raises, all peers are lost and all writes end."""
         if not self._home.here:
             return ()
-        events: list[WriteEnded | Settled | PeerEvent] = []
+        events: list[WriteEnded | Settled | PeerLost] = []
         for carrier in self._carriers:
             if carrier.failed:
                 continue
@@ -411,15 +411,15 @@ class CombinedTransport:
         return events
 
     def _told(
-        self, carrier: _Carrier, event: WriteEnded | Settled | PeerEvent
-    ) -> WriteEnded | Settled | PeerEvent | None:
+        self, carrier: _Carrier, event: WriteEnded | Settled | PeerLost
+    ) -> WriteEnded | Settled | PeerLost | None:
         """A lane's event, by our names; None: of a peer or ticket that is not known here."""
-        if isinstance(event, PeerEvent):
+        if isinstance(event, PeerLost):
             peer = self._owners.get((carrier.name, event.peer))
             remote = None if peer is None else self._peers.get(peer)
             if peer is None or remote is None or remote.carrier is not carrier:
                 return None
-            return PeerEvent(peer, fenced=event.fenced and remote.alone)
+            return PeerLost(peer, fenced=event.fenced and remote.alone)
         quiet = isinstance(event, Settled) or event.quiesced
         ticket = carrier.tickets.pop(event.ticket, None) if quiet else carrier.tickets.get(event.ticket)
         if ticket is None:
@@ -429,13 +429,13 @@ class CombinedTransport:
             self._table.quiet(ticket)
         return Settled(ticket) if isinstance(event, Settled) else WriteEnded(ticket, event.error, event.quiesced)
 
-    def _fail(self, carrier: _Carrier, error: Exception) -> list[WriteEnded | Settled | PeerEvent]:
+    def _fail(self, carrier: _Carrier, error: Exception) -> list[WriteEnded | Settled | PeerLost]:
         carrier.failed, carrier.out = True, f"it has failed: {text_of(error)}"
         why = f"{self.name}: transport {carrier.name!r}: {carrier.out}"
         lost = [peer for peer, remote in self._peers.all.items() if remote.carrier is carrier]
         ended = [WriteEnded(ticket, TransportError(why), quiesced=False) for ticket in sorted(carrier.open)]
         carrier.open.clear()
-        return [*ended, *(PeerEvent(peer) for peer in lost)]
+        return [*ended, *(PeerLost(peer) for peer in lost)]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; each lane is closed, whatever another one raises."""

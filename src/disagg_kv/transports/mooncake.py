@@ -25,7 +25,7 @@ from ..errors import (
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, PeerEvent, Settled, WriteEnded
+from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
@@ -139,7 +139,7 @@ class MooncakeTransport:
         self._flights: dict[Ticket, Flight] = {}
         self._waiting: list[tuple[Event, Flight]] = []
         self._unquiet: dict[Ticket, Remote] = {}
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`; from now on every host that reaches this one can write to them."""
@@ -262,7 +262,7 @@ class MooncakeTransport:
             else:
                 self._waiting.append((after, flight))
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
@@ -378,7 +378,7 @@ class MooncakeTransport:
             remote.exited_at = now
         if not remote.lost and (remote.gone or remote.exited_at is not None):
             remote.lost = True
-            self._events.append(PeerEvent(remote.peer))
+            self._events.append(PeerLost(remote.peer))
 
 
 def _check(host: str, protocol: str, workers: int, timeout_s: int | None, drain_s: float) -> None:

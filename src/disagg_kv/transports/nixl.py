@@ -30,7 +30,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, PeerEvent, Settled, WriteEnded
+from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .nixl_library import U64, Agent, DescriptorList, Place, Registered, load, place
@@ -271,7 +271,7 @@ class NixlTransport:
         self._worker.post(Job(ticket, peer, parts, self._sources, nbytes, remote.near, after))
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
         if not self._closed and self._home.here:
             self._worker.look()
@@ -280,7 +280,7 @@ class NixlTransport:
             if isinstance(event, Settled) or (isinstance(event, WriteEnded) and event.quiesced):
                 self._unquiet.discard(event.ticket)
                 self._table.quiet(event.ticket)
-        return [e for e in events if not isinstance(e, PeerEvent) or e.peer in self._peers.all]
+        return [e for e in events if not isinstance(e, PeerLost) or e.peer in self._peers.all]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""

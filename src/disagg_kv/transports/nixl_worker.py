@@ -24,7 +24,7 @@ from attrs import define, field
 from ..errors import PeerLostError, TransportError
 from ..ids import Peer, Ticket
 from ..memory import Event
-from .base import PeerEvent, Settled, WriteEnded
+from .base import PeerLost, Settled, WriteEnded
 from .mailbox import Mailbox
 from .nixl_library import Agent, DescriptorList, Handle, Place
 from .process import Watch, keep_in_children
@@ -33,7 +33,7 @@ from .waiting import happened, not_posted
 log = logging.getLogger("disagg_kv")
 
 T = TypeVar("T")
-TransportEvent = WriteEnded | Settled | PeerEvent
+TransportEvent = WriteEnded | Settled | PeerLost
 
 BUSY_S = 30e-6
 """The shortest pause between two polls of the library; a shorter one would take the core from the peer's thread."""
@@ -529,7 +529,7 @@ class Worker:
     def _lose(self, link: Link) -> None:
         if not link.lost:
             link.lost = True
-            self._events.append(PeerEvent(link.peer))
+            self._events.append(PeerLost(link.peer))
 
 
 def _warn(job: Job, now: float) -> None:

@@ -22,7 +22,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, LinkCost, PeerEvent, Settled, WriteEnded
+from .base import Capabilities, LinkCost, PeerLost, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .flags import HostFlags
@@ -120,7 +120,7 @@ class ShmTransport:
         self._peers: Connected[_Remote] = Connected()
         self._exits: Exits[Peer] = Exits()
         self._tickets = count(1)
-        self._events: list[WriteEnded | Settled | PeerEvent] = []
+        self._events: list[WriteEnded | Settled | PeerLost] = []
 
     def allocate(self, nbytes: int) -> Buffer:
         """See :meth:`SupportsAllocate.allocate`.
@@ -254,7 +254,7 @@ class ShmTransport:
             raise TransportError(f"shm: no peer {peer.hex()}")
         return HostFlags(open_flag_page(peer, page))
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
@@ -296,4 +296,4 @@ class ShmTransport:
     def _note_end(self, peer: Peer, remote: _Remote) -> None:
         if not remote.lost:
             remote.lost = True
-            self._events.append(PeerEvent(peer, fenced=True))
+            self._events.append(PeerLost(peer, fenced=True))

@@ -29,7 +29,7 @@ from disagg_kv.transports import (
     Descriptor,
     Extents,
     Home,
-    PeerEvent,
+    PeerLost,
     Region,
     RegionTable,
     Settled,
@@ -70,7 +70,7 @@ def _exactly(stream: socket.socket, nbytes: int) -> bytes:
 class _Link:
     """The way to one peer: a socket, and a thread that sends one batch after the other and awaits each answer."""
 
-    def __init__(self, peer: Peer, events: SimpleQueue[WriteEnded | Settled | PeerEvent], timeout_s: float) -> None:
+    def __init__(self, peer: Peer, events: SimpleQueue[WriteEnded | Settled | PeerLost], timeout_s: float) -> None:
         self.peer = peer
         self.serial = -1
         self.extents = Extents((), "remote")
@@ -148,7 +148,7 @@ class PipesTransport:
         self._left: list[_Link] = []
         self._lost: set[Peer] = set()
         self._tickets = count(1)
-        self._events: SimpleQueue[WriteEnded | Settled | PeerEvent] = SimpleQueue()
+        self._events: SimpleQueue[WriteEnded | Settled | PeerLost] = SimpleQueue()
         # Held while memory of this side is written to, or taken away.
         self._target = threading.Lock()
         self._streams: dict[socket.socket, threading.Thread] = {}
@@ -213,7 +213,7 @@ class PipesTransport:
         link.put(ticket, where, data.tobytes())
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         if not self._home.here:
             return ()
         events = [self._events.get() for _ in range(self._events.qsize())]
@@ -225,7 +225,7 @@ class PipesTransport:
         for peer, link in self._links.all.items():
             if peer not in self._lost and link.lost():
                 self._lost.add(peer)
-                events.append(PeerEvent(peer))
+                events.append(PeerLost(peer))
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

@@ -12,7 +12,7 @@ from disagg_kv.core import Options, Phase, RoomFrame, RoomKey, RoomOutcome, Send
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.wire import frames as f
 from disagg_kv.endpoints.arrivals import PLACE, Absent, Arrivals
-from disagg_kv.errors import AbortedError
+from disagg_kv.errors import AbortedError, SupersededError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, RoomId
 from disagg_kv.trace import Recorder
@@ -66,17 +66,15 @@ class Loop:
     tombstones: Tombstones = field(factory=Tombstones)
     observer: Recorder = field(factory=Recorder)
     sent: list[Send] = field(factory=list)
+    superseded: SupersededError | None = None
 
     @property
     def me(self) -> Loop:
         return self
 
     @property
-    def siblings(self) -> Loop:
+    def ranks(self) -> Loop:
         return self
-
-    def point_on(self, peer: Epoch) -> None:
-        """No other incarnation has our place."""
 
     def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
         for epoch in epochs:
@@ -261,3 +259,14 @@ def test_every_decode_rank_that_asks_for_such_a_room_is_refused_at_once(world: i
     assert any("the user went away" in str(handle.error) for handle in request.receives)
     assert isinstance(request.sends[0].error, AbortedError)
     rig.quiet()
+
+
+def test_a_room_of_a_rank_that_was_replaced_is_refused() -> None:
+    """Its engine opens no room any more, so nothing is parked."""
+    loop = Loop(superseded=SupersededError("P", 0, "elsewhere"))
+    one = arrivals(loop)
+    one.answer(expect())
+    (sent,) = loop.sent
+    assert isinstance(sent.frame, f.Abort)
+    assert "lives elsewhere" in sent.frame.reason
+    assert one.parked(ROOM) == []

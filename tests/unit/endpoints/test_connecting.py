@@ -13,20 +13,20 @@ import msgspec
 import pytest
 
 from disagg_kv.channels import InprocChannel
-from disagg_kv.core import Codec, Hello, Options, Phase
-from disagg_kv.core.peers.peer_effects import Up
+from disagg_kv.core import Codec, Hello, KnownPeer, Options, Phase
 from disagg_kv.core.wire.frames import Expected
 from disagg_kv.endpoints.peers.background import HelperThreads, Inline
 from disagg_kv.endpoints.peers.connections import EARLY_BYTES, OVERDUE_S, READY_S, Connections, ConnectResult
 from disagg_kv.endpoints.peers.directory import UNANSWERED, Directory
 from disagg_kv.endpoints.peers.mapping import Mapping
+from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import CapacityError, PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer, Rank, RoomId, Ticket
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerLost, Settled, WriteEnded
 from disagg_kv.transports.process import _started
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import Later
@@ -422,10 +422,10 @@ class Counted(InprocTransport):
         if self.fails:
             raise RuntimeError("it does not let go")
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """With what is reported."""
         reports, self.reports = self.reports, []
-        return [*super().poll(), *(PeerEvent(peer) for peer in reports)]
+        return [*super().poll(), *(PeerLost(peer) for peer in reports)]
 
 
 def counted(rig: Rig) -> Counted:
@@ -455,9 +455,7 @@ def test_a_peer_that_its_transport_has_lost_is_not_taken_for_one_that_was_silent
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("before", prefills, decodes, 12).start(12).landed()
     node = prefills[0].endpoint.driver.loop
-    lost = node.connections.of(decodes[0].endpoint.driver.loop.me.epoch)
-    assert lost is not None
-    counted(rig).reports.append(lost)
+    counted(rig).reports.append(node.reach(decodes[0].endpoint.driver.loop.me.epoch))
     rig.wait(3.0)
     assert counted(rig).connects == 1
     assert not node.remotes
@@ -474,9 +472,7 @@ def test_decode_is_told_that_prefill_s_transport_does_not_reach_it() -> None:
     rig.request("before", prefills, decodes, 12).start(12).landed()
     rooms = [rig.request("in flight", prefills, decodes, 12).open_prefill().open_decode().expect(12)]
     rig.wait(1.0)
-    lost = prefills[0].endpoint.driver.loop.connections.of(decodes[0].endpoint.driver.loop.me.epoch)
-    assert lost is not None
-    counted(rig).reports.append(lost)
+    counted(rig).reports.append(prefills[0].endpoint.driver.loop.reach(decodes[0].endpoint.driver.loop.me.epoch))
     rig.wait(2.0)
     rooms += [rig.request(f"{number}", prefills, decodes, 12).open_decode().expect(12) for number in range(3)]
     rig.wait(2.0)
@@ -500,7 +496,7 @@ def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCapt
     links = prefills[0].endpoint.driver.loop.connections
     assert prefills[0].observer.counters["disconnects.failed"] == 1
     assert "it does not let go" in caplog.text
-    assert [link.up.hello.instance for link in links._owners.values()] == ["E"]
+    assert [link.session.hello.instance for link in links._owners.values()] == ["E"]
 
 
 # Links alone.
@@ -511,11 +507,18 @@ def made(later: Later, clock: FakeClock, transport: InprocTransport, peers: int 
     return Connections(transport, later, nothing, clock, Recorder(), Options(peers=peers))
 
 
-def ups(rig: Rig, number: int) -> tuple[list[Up], list[InprocTransport]]:
+def ups(rig: Rig, number: int) -> tuple[list[PeerSession], list[InprocTransport]]:
     """Some peers that can be connected."""
     there = [InprocTransport() for _ in range(number)]
     said = [msgspec.structs.replace(hello_of(rig), src=os.urandom(16), descriptor=t.local_descriptor()) for t in there]
-    return [Up(hello) for hello in said], there
+    return [PeerSession(KnownPeer(hello, 0.0, True)) for hello in said], there
+
+
+def link_of(session: PeerSession) -> Peer:
+    """The transport's name of a peer that is linked."""
+    assert session.link is not None
+    assert session.linked
+    return session.link.peer
 
 
 def rig_of_one() -> Rig:
@@ -537,7 +540,7 @@ def test_an_attempt_that_never_returns_fails() -> None:
     for one in (failed, again):
         assert isinstance(one.link, TransportError)
         assert f"its connect has not returned for {OVERDUE_S:g} s" in str(one.link)
-    links.drop(up.epoch)
+    links.drop(up)
     assert transport.disconnects == 0
     later.jobs.pop()()
     assert links.results() == []
@@ -545,7 +548,7 @@ def test_an_attempt_that_never_returns_fails() -> None:
     assert links.begin(up) is None
     later.jobs.pop()()
     (linked,) = links.results()
-    assert linked.link == links.of(up.epoch) == transport.peer_of(up.hello.descriptor)
+    assert linked.link == link_of(up) == transport.peer_of(up.hello.descriptor)
 
 
 @pytest.mark.parametrize("overdue", [False, True])
@@ -569,7 +572,7 @@ def test_mapping_has_a_time_of_its_own(overdue: bool) -> None:
         assert f"kernels and a mapping for it were not ready in {READY_S:g} s" in str(failed.link)
     else:
         assert not during
-        assert [one.link for one in links.results()] == [links.of(up.epoch)]
+        assert [one.link for one in links.results()] == [link_of(up)]
 
 
 def test_more_attempts_than_peers_fail_by_name() -> None:
@@ -589,19 +592,19 @@ def test_frames_that_wait_for_connections_are_bounded_together() -> None:
     later = Later()
     links, (peers, _there) = made(later, FakeClock(), Counted()), ups(rig_of_one(), 3)
 
-    def hold(up: Up) -> None:
+    def hold(up: PeerSession) -> None:
         frame = Expected(src=up.epoch, dst=Epoch(bytes(16)), room=b"room", generation=1, parked=False)
         for _ in range(64):
-            assert links.hold(frame, 1 << 20, lambda _: None)
+            assert links.hold(up, frame, 1 << 20, lambda _: None)
 
     def held() -> int:
-        return sum(len(link.frames) for link in links._links.values()) << 20
+        return sum(len(link.frames) for link in links._owners.values()) << 20
 
     for up in peers:
         assert links.begin(up) is None
         hold(up)
     assert EARLY_BYTES / 2 < held() <= EARLY_BYTES
-    links.give_up(peers[0].epoch)
+    links.give_up(peers[0])
     assert held() == 0
     hold(peers[1])
     assert EARLY_BYTES / 2 < held() <= EARLY_BYTES

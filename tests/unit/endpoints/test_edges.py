@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
-from disagg_kv.core import MAX_AUX, Codec, Hello, Options, Phase
+from disagg_kv.core import MAX_AUX, Codec, Hello, KnownPeer, Options, Phase
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.room.machine import Machine
 from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
@@ -28,6 +28,7 @@ from disagg_kv.endpoints import (
 )
 from disagg_kv.endpoints.peers.handshake import check_instance
 from disagg_kv.endpoints.peers.process_monitor import ProcessMonitor
+from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import ConfigurationError, GeometryError, OversizeError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
@@ -253,27 +254,26 @@ def test_exits_of_processes_are_noticed() -> None:
     ) as child:
         assert child.stdout is not None
         pid, started = map(int, child.stdout.readline().split())
-        alive = msgspec.structs.replace(hello, pid=pid, started=started)
-        for epoch in (b"alive", b"other"):
-            exits.watch(Epoch(epoch), alive)
-        exits.watch(Epoch(b"alive"), alive)
-        exits.watch(Epoch(b"own"), hello)
-        exits.watch(Epoch(b"far"), msgspec.structs.replace(alive, host="elsewhere"))
+        running = msgspec.structs.replace(hello, pid=pid, started=started)
+        said = [running, running, hello, msgspec.structs.replace(running, host="elsewhere"), running]
+        alive, other, own, far, late = (PeerSession(KnownPeer(one, 0.0, True)) for one in said)
+        for session in (alive, other, alive, own, far):
+            exits.watch(session)
         assert exits.ended() == []
         child.communicate(b"\n")
         time.sleep(LOOK_S)
-    exits.watch(Epoch(b"late"), alive)
-    exits.forget(Epoch(b"other"))
-    assert exits.ended() == [b"late", b"alive"]
+    exits.watch(late)
+    exits.forget(other)
+    assert exits.ended() == [late, alive]
     assert exits.ended() == []
-    assert exits.drained(lambda epoch: None) == []
-    assert exits.drained(lambda epoch: 1.0) == []
+    assert exits.drained(lambda session: None) == []
+    assert exits.drained(lambda session: 1.0) == []
     clock.advance(1.0)
-    exits.confirm(Epoch(b"far"))
-    exits.confirm(Epoch(b"late"))
-    assert exits.drained(lambda epoch: 1.0) == [b"late", b"alive"]
-    exits.forget(Epoch(b"late"))
-    assert exits.drained(lambda epoch: 1.0) == [b"alive"]
+    exits.confirm(far)
+    exits.confirm(late)
+    assert exits.drained(lambda session: 1.0) == [late, alive]
+    exits.forget(late)
+    assert exits.drained(lambda session: 1.0) == [alive]
     exits.close()
 
 

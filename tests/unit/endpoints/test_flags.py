@@ -381,7 +381,7 @@ def test_blocks_of_a_process_whose_link_was_dropped_are_for_others() -> None:
     page = FlagPage(new_buffer(2 * BLOCK_BYTES, "cpu"))
     one, two = page.issue([A]), page.issue([A])
     page.take_back(one)
-    page.parted(A)
+    page.forget(A)
     issued = page.issue([B])
     assert len(issued) == 1, "the slots are lost"
     again = issued[0]
@@ -389,7 +389,7 @@ def test_blocks_of_a_process_whose_link_was_dropped_are_for_others() -> None:
     assert page.issue([B]) == ()
     page.take_back(two)
     assert page.issue([A]) != ()
-    page.parted(B)
+    page.forget(B)
     page.check_integrity([*two, again])
 
 

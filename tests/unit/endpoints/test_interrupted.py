@@ -34,7 +34,7 @@ from disagg_kv.errors import (
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, LayerId, RoomId, Ticket
 from disagg_kv.rendezvous import Source
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerLost, Settled, WriteEnded
 from tests.support.processes import wait
 from tests.support.rig import KV, Memory, Rig, tp_shards
 
@@ -372,9 +372,9 @@ def test_a_transport_that_cannot_be_closed_keeps_nothing_else_open(threaded: boo
 class NeverQuiet(InprocTransport):
     """Nothing is ever said of a write that has ended."""
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """What is said of peers alone."""
-        return [event for event in super().poll() if isinstance(event, PeerEvent)]
+        return [event for event in super().poll() if isinstance(event, PeerLost)]
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -16,7 +16,7 @@ from disagg_kv.errors import ConfigurationError, IncompatiblePeerError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.transports import (
     InprocTransport,
-    PeerEvent,
+    PeerLost,
     Settled,
     ShmTransport,
     Transport,
@@ -43,7 +43,7 @@ class Far(InprocTransport):
     map = None  # type: ignore[assignment]
     broken = False
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Raises once it is broken."""
         if self.broken:
             raise OSError("the card is gone")

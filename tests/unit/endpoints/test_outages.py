@@ -29,7 +29,7 @@ from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.rendezvous import Rendezvous, Source
 from disagg_kv.trace import Guarded, Span
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerLost, Settled, WriteEnded
 from tests.support.rig import Memory, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -249,7 +249,7 @@ class Failing(InprocTransport):
 
     error: BaseException | None = None
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Raise or pass on."""
         if self.error is not None:
             raise self.error
@@ -284,7 +284,7 @@ class FailingOnce(InprocTransport):
         self.posted = self.armed
         return super().submit(peer, writes, after=after)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Raise or pass on."""
         if self.posted:
             self.armed = self.posted = False

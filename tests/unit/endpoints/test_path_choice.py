@@ -16,6 +16,7 @@ from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels
 from disagg_kv.memory import Event
 from disagg_kv.transports import InprocTransport
+from tests.support.held_links import forget
 from tests.support.rig import Decodes, Member, Memory, Prefills, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
@@ -70,11 +71,10 @@ def ranks(
 
 
 def refuse(prefill: Member[PrefillEndpoint], decode: Member[DecodeEndpoint]) -> None:
-    """Prefill's link is dropped, and the decode rank's pool cannot be mapped through the next one."""
+    """Prefill forgets the decode rank, and its pool cannot be mapped when they meet again."""
     assert isinstance(prefill.transport, Refusing)
     prefill.transport.why = "no handle is left"
-    loop, epoch = prefill.endpoint._loop, decode.endpoint._loop.me.epoch
-    loop._peer_effects(loop.peers._part(epoch, loop.now, notify=False))
+    forget(prefill.endpoint._loop, decode.endpoint._loop.me.epoch)
 
 
 def segments(request: Request) -> int:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from disagg_kv.channels import Channel, InprocChannel, News
 from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints import Expectation, Incarnation
+from disagg_kv.endpoints.peers.directory import DOUBT_S
 from disagg_kv.errors import (
     ConfigurationError,
     GeometryError,
@@ -140,7 +141,8 @@ def test_a_second_endpoint_of_the_same_name_takes_new_rooms_and_leaves_open_ones
     second = rig.prefill(tp_shards(SPEC, 1))
     with pytest.raises(ConfigurationError, match="P0: the address is in use"):
         rig.prefill(tp_shards(SPEC, 1))
-    rig.wait(1.0)
+    rig.wait(DOUBT_S)
+    decodes[0].endpoint.driver.loop.directory.doubt(Source("P"))  # a room has failed, or it is looked up after a while
     rig.request("late", second, decodes, 8).start().landed()
     early.send(8).finish().landed()
     rig.quiet()

@@ -16,7 +16,7 @@ from disagg_kv.kernels import CpuKernels, Move
 from disagg_kv.memory import All, Buffer, Event, MemoryPool
 from disagg_kv.planning import Segment, Writes
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerLost, Settled, WriteEnded
 from tests.support.rig import Memory, Rig, put, tp_shards
 from tests.support.rig_parts import FiredEvent, RecordingTransport
 
@@ -94,7 +94,7 @@ class StreamTransport(FaultyTransport):
         self.after[ticket] = after
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Moves what may move."""
         for ticket in self.held:
             after = self.after[ticket]

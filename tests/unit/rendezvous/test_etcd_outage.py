@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from disagg_kv.errors import DisaggKVError, PeerLostError, StoreUnreachableError, SupersededError
+from disagg_kv.errors import DisaggKVError, PeerLostError, StoreUnreachableError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.ids import Rank, RoomId
+from disagg_kv.ids import Rank
 from disagg_kv.rendezvous import EtcdRendezvous, Source
 from tests.support.etcd import EtcdServer, free_port
 from tests.support.needs import needs_etcd
@@ -277,24 +277,3 @@ def test_a_cluster_goes_on_while_most_of_its_members_live(tmp_path: Path) -> Non
     finally:
         for server in servers:
             server.kill()
-
-
-def test_an_instance_of_a_name_that_lives_fails_by_name(make: Make) -> None:
-    """Two processes run rank 0 of one instance: the older one's engine learns where the younger one is."""
-    rig = Rig(SPEC, threaded=True)
-    rig.rendezvous = make()
-    (older,) = rig.prefill(tp_shards(SPEC, 1))
-    rig.rendezvous = make()
-    (younger,) = rig.prefill(tp_shards(SPEC, 1), at="Q")
-
-    def refused() -> bool:
-        try:
-            older.endpoint.open(RoomId(str(time.monotonic()).encode()))
-        except SupersededError as exc:
-            return "rank 0 of instance 'P' lives elsewhere" in str(exc) and "at inproc://Q0" in str(exc)
-        return False
-
-    assert within(15.0, refused)
-    assert found(make(), "P") == ("inproc://Q0",)
-    for member in (older, younger):
-        member.close()

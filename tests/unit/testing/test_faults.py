@@ -14,7 +14,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport, MappingFault, MappingPlan, faultless, seeded
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import InprocTransport, PeerEvent, Settled, ShmTransport, Transport, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerLost, Settled, ShmTransport, Transport, WriteEnded
 
 N = 1000
 
@@ -132,7 +132,7 @@ def test_a_lost_peer_stays_lost() -> None:
     rig = Rig(Fault.PEER_LOST)
     first, second = rig.submit(), rig.submit()
     events = list(rig.pair.source.events())
-    assert events[0] == PeerEvent(rig.pair.peer, fenced=False)
+    assert events[0] == PeerLost(rig.pair.peer, fenced=False)
     ended = [e for e in events if isinstance(e, WriteEnded)]
     assert [(e.ticket, e.quiesced) for e in ended] == [(first, True), (second, True)]
     assert all(isinstance(e.error, PeerLostError) for e in ended)
@@ -262,7 +262,7 @@ def test_an_owner_that_ends_is_lost_and_its_memory_stays_mapped(later: bool) -> 
         with pytest.raises(PeerLostError, match="is lost"):
             mapped.map()
     assert "no open peer" in (mapped.refusal() or "")
-    assert [event for event in pair.source.events() if isinstance(event, PeerEvent)] == [PeerEvent(pair.peer)]
+    assert [event for event in pair.source.events() if isinstance(event, PeerLost)] == [PeerLost(pair.peer)]
     HostMemory().write(buffer, pair.data)
     assert pair.target.read(pair.remote).tobytes() == pair.data.tobytes()
     pair.submit((0, 0, 9))

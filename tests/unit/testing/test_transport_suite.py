@@ -18,7 +18,7 @@ from disagg_kv.testing.pair import Log, Pair, _stacks, same
 from disagg_kv.testing.transport_cases import NBYTES, TransportCases
 from disagg_kv.testing.transport_data import DataCases
 from disagg_kv.testing.transport_peers import MemoryCases, PeerCases
-from disagg_kv.transports import Capabilities, InprocTransport, PeerEvent, Settled, Transport, WriteEnded
+from disagg_kv.transports import Capabilities, InprocTransport, PeerLost, Settled, Transport, WriteEnded
 from tests.support.transports import faultless_inproc
 
 data, memory, peers = DataCases(), MemoryCases(), PeerCases()
@@ -38,10 +38,10 @@ class Changed(InprocTransport):
     def change(self, writes: Writes) -> Writes:
         return writes
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         return [told for event in super().poll() for told in self.tell(event)]
 
-    def tell(self, event: WriteEnded | Settled | PeerEvent) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def tell(self, event: WriteEnded | Settled | PeerLost) -> Sequence[WriteEnded | Settled | PeerLost]:
         return [event]
 
 
@@ -57,17 +57,17 @@ class LastOneLost(Changed):
 
 
 class ToldTwice(Changed):
-    def tell(self, event: WriteEnded | Settled | PeerEvent) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def tell(self, event: WriteEnded | Settled | PeerLost) -> Sequence[WriteEnded | Settled | PeerLost]:
         return [event, event]
 
 
 class NeverTold(Changed):
-    def tell(self, event: WriteEnded | Settled | PeerEvent) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def tell(self, event: WriteEnded | Settled | PeerLost) -> Sequence[WriteEnded | Settled | PeerLost]:
         return []
 
 
 class UnclaimedLateWrites(Changed):
-    def tell(self, event: WriteEnded | Settled | PeerEvent) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def tell(self, event: WriteEnded | Settled | PeerLost) -> Sequence[WriteEnded | Settled | PeerLost]:
         return (
             [WriteEnded(event.ticket, TransportError("late"), quiesced=False)]
             if isinstance(event, WriteEnded)
@@ -125,7 +125,7 @@ class LetsGo(InprocTransport):
 
 
 class Raises(InprocTransport):
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         raise OSError("no")
 
 
@@ -202,7 +202,7 @@ def test_the_log_knows_the_order_of_events() -> None:
     late = Capabilities(late_writes=True)
     unquiet = WriteEnded(Ticket(1), TransportError("x"), quiesced=False)
     Log(late).add([unquiet, Settled(Ticket(1))])
-    Log(Capabilities()).add([PeerEvent(Peer(b"p"))])
+    Log(Capabilities()).add([PeerLost(Peer(b"p"))])
     wrong: list[tuple[Capabilities, list[TransportEvent]]] = [
         (late, [Settled(Ticket(1))]),
         (late, [WriteEnded(Ticket(1)), Settled(Ticket(1))]),
@@ -211,7 +211,7 @@ def test_the_log_knows_the_order_of_events() -> None:
         (late, [unquiet, unquiet]),
         (late, [WriteEnded(Ticket(1), OSError("foreign"))]),
         (Capabilities(), [unquiet]),
-        (Capabilities(), [PeerEvent(Peer(b"p")), PeerEvent(Peer(b"p"), fenced=True)]),
+        (Capabilities(), [PeerLost(Peer(b"p")), PeerLost(Peer(b"p"), fenced=True)]),
     ]
     for caps, told in wrong:
         with pytest.raises(AssertionError):

@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.errors import PeerLostError, RegistrationError
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
-from disagg_kv.transports import InprocTransport, PeerEvent, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerLost, WriteEnded
 
 
 def test_a_closed_peer_is_lost_and_fenced_once() -> None:
@@ -26,7 +26,7 @@ def test_a_closed_peer_is_lost_and_fenced_once() -> None:
     ended, peer_events = source.poll()
     assert isinstance(ended, WriteEnded)
     assert (ended.ticket, type(ended.error), ended.quiesced) == (ticket, PeerLostError, True)
-    assert peer_events == PeerEvent(peer, fenced=True)
+    assert peer_events == PeerLost(peer, fenced=True)
     assert list(source.poll()) == []
 
 
@@ -36,7 +36,7 @@ def test_a_peer_that_nobody_holds_any_more_is_lost() -> None:
     descriptor = target.local_descriptor()
     peer = source.connect(descriptor, 0.0)
     del target
-    assert list(source.poll()) == [PeerEvent(peer, fenced=True)]
+    assert list(source.poll()) == [PeerLost(peer, fenced=True)]
     with pytest.raises(PeerLostError):
         InprocTransport().connect(descriptor, 0.0)
 

@@ -25,7 +25,7 @@ from disagg_kv.testing.ends import plain
 from disagg_kv.testing.pair import noise
 from disagg_kv.transports import (
     InprocTransport,
-    PeerEvent,
+    PeerLost,
     Settled,
     ShmTransport,
     SupportsAllocate,
@@ -113,7 +113,7 @@ class Broken(ShmTransport):
     broken = False
     slow = False
 
-    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """Raises."""
         if self.broken:
             raise OSError("the card is gone")
@@ -314,7 +314,7 @@ def test_a_lane_that_fails_loses_its_peers_and_no_others() -> None:
     ticket = both.submit(peer, one(0, 0, 10))
     brittle.broken = True
     events = both.poll()
-    assert events[-1] == PeerEvent(peer)
+    assert events[-1] == PeerLost(peer)
     assert isinstance(events[0], WriteEnded)
     assert (events[0].ticket, events[0].quiesced, len(events)) == (ticket, False, 2)
     assert "it has failed: the card is gone" in str(events[0].error)
@@ -362,8 +362,8 @@ def test_an_end_is_a_fence_only_where_there_is_no_other_lane() -> None:
     for target in (alone, several):
         target.close(0.0)
     assert sorted(source.poll(), key=lambda event: not getattr(event, "fenced", False)) == [
-        PeerEvent(peers[0], fenced=True),
-        PeerEvent(peers[1], fenced=False),
+        PeerLost(peers[0], fenced=True),
+        PeerLost(peers[1], fenced=False),
     ]
 
 
@@ -403,7 +403,7 @@ def test_a_lane_that_has_failed_since_a_peer_was_told_of_it_still_delays_that_pe
     assert ours.lane(peer).name == "inproc"
     assert ours.lane(peer).caps.drain_s == 30.0
     theirs.close(0.0)
-    assert ours.poll() == [PeerEvent(peer, fenced=False)]
+    assert ours.poll() == [PeerLost(peer, fenced=False)]
     fresh, other = combine([InprocTransport(), Late()]), combine([Late(), InprocTransport()])
     assert isinstance(fresh, CombinedTransport)
     fresh._carriers[1].transport.broken = True  # type: ignore[attr-defined]

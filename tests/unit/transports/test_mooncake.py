@@ -27,7 +27,7 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.testing import FakeClock
 from disagg_kv.testing.ends import Child, End, HostMemory, plain
 from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait
-from disagg_kv.transports import PeerEvent, Settled, WriteEnded
+from disagg_kv.transports import PeerLost, Settled, WriteEnded
 from disagg_kv.transports.descriptor import decode, encode, unpack
 from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport, loopback
 from disagg_kv.transports.mooncake_flight import ADDRESS, Address
@@ -120,7 +120,7 @@ def test_a_closed_peer_is_lost_at_the_next_write(pair: Pair) -> None:
     assert isinstance(ended.error, PeerLostError)
     assert ended.quiesced, "it was never given to the library"
     pair.until(lambda: bool(pair.log.peer_events), "the loss to be told")
-    assert pair.log.peer_events == [PeerEvent(pair.peer)]
+    assert pair.log.peer_events == [PeerLost(pair.peer)]
     third = pair.submit((0, 0, 10))
     assert pair.end(third).quiesced
     with pytest.raises(PeerLostError, match="is lost"):
@@ -466,7 +466,7 @@ def test_the_environment_can_set_the_timeout(monkeypatch: pytest.MonkeyPatch, gi
 def test_events_come_once(pair: Pair) -> None:
     """Tickets are Ended, once, in any order; nothing is Settled that was quiet."""
     tickets = [pair.submit((0, 0, 10)) for _ in range(3)]
-    told: list[WriteEnded | Settled | PeerEvent] = []
+    told: list[WriteEnded | Settled | PeerLost] = []
     wait(lambda: len(told) >= 3, lambda: told.extend(pair.source.events()), TIMEOUT_S, "three events")
     assert sorted(told, key=str) == [WriteEnded(Ticket(t)) for t in tickets]
     assert not pair.source.events()

@@ -24,7 +24,7 @@ from disagg_kv.testing.transport_events import FiredEvent
 from disagg_kv.transports import (
     Descriptor,
     Extents,
-    PeerEvent,
+    PeerLost,
     Process,
     WriteEnded,
     decode,
@@ -114,7 +114,7 @@ def test_an_idle_peer_that_is_killed_is_reported_without_any_write(source: End, 
     descriptor = victim.descriptor()
     peer = source.connect(descriptor, WAIT_S)
     victim.kill()
-    assert collected(source, 1) == [PeerEvent(peer)]
+    assert collected(source, 1) == [PeerLost(peer)]
     with pytest.raises(PeerLostError):
         source.connect(descriptor, WAIT_S)
     source.transport.disconnect(peer)
@@ -126,7 +126,7 @@ def test_a_peer_that_cannot_be_watched_is_probed(source: End, target: End) -> No
     """As of another host; here its transport closes, its process lives."""
     peer = source.connect(target.descriptor(), WAIT_S)
     target.close(0.0)
-    assert collected(source, 1) == [PeerEvent(peer)]
+    assert collected(source, 1) == [PeerLost(peer)]
 
 
 def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: End) -> None:

@@ -36,7 +36,7 @@ from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing.ends import plain
-from disagg_kv.transports import PeerEvent, Process, Region, ShmTransport, WriteEnded, decode, encode
+from disagg_kv.transports import PeerLost, Process, Region, ShmTransport, WriteEnded, decode, encode
 from disagg_kv.transports.memfd import Place
 from disagg_kv.transports.process import LOOK_S
 from tests.support.leftovers import abandoned
@@ -78,7 +78,7 @@ def test_a_process_that_is_ended_by_a_signal_leaves_nothing_behind(how: signal.S
     _, errors = child.communicate()
     assert b"leaked" not in errors
     time.sleep(LOOK_S)
-    assert list(side.poll()) == [PeerEvent(peer, fenced=True)]
+    assert list(side.poll()) == [PeerLost(peer, fenced=True)]
     assert list(side.poll()) == []
     assert side.connect(descriptor, 1.0) == peer, "a peer already known stays known, and lost"
     with pytest.raises(PeerLostError):
@@ -376,7 +376,7 @@ def test_writes_to_a_lost_peer_fail_and_are_quiet() -> None:
     time.sleep(LOOK_S)
     tickets = [side.submit(peer, Writes.one(local, 0, 0, 0, 100)) for _ in range(2)]
     lost, *ended = side.poll()
-    assert lost == PeerEvent(peer, fenced=True)
+    assert lost == PeerLost(peer, fenced=True)
     assert [e.ticket for e in ended if isinstance(e, WriteEnded) and isinstance(e.error, PeerLostError)] == tickets
     assert all(isinstance(e, WriteEnded) and e.quiesced for e in ended)
     side.disconnect(peer)

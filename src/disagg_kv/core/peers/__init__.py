@@ -1,1 +1,1 @@
-"""The other endpoints: who is known, silent, lost or parted. Sans IO."""
+"""The other endpoints: who is known, silent or lost. Sans IO."""

@@ -1,4 +1,4 @@
-"""What the table of peers knows of one life."""
+"""What the table of peers knows of one incarnation of a peer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import inf
 from attrs import define
 
 from ...errors import About, DisaggKVError
+from ...ids import Epoch
 from ..base import Options
 from ..wire.frames import Hello
 
@@ -16,12 +17,14 @@ FORGET_AFTER = 20
 
 @define(eq=False)
 class KnownPeer:
-    """One life of a peer. ``lost`` is True, too, once the table has forgotten the life.
+    """One incarnation of a peer. ``lost`` is True, too, once the table has forgotten it.
 
     Args:
         hello: its first ``Hello``; ``last_frame_at`` is the time of its last frame.
         proved: it has named our epoch.
-        used_since: since when it is in use; None: it is not.
+        users: how many rooms use it.
+        used_since: since when they do; None: none does.
+        idle_since: when it was used for the last time.
         beaten: when it last got a heartbeat or a ``Hello``.
         closed: when the connection to its address broke; None: it is not broken.
         greeted: when it last sent ``Hello`` although it knew us.
@@ -32,14 +35,15 @@ class KnownPeer:
         lost: it is silent, was reported lost, or is not in the table any more.
         lost_at: when it was lost.
         ended: it has closed, or its process has ended: observed, or confirmed by an operator.
-        parted: its link was dropped, see :mod:`.links`; it is neither lost nor in use.
-        forget_at: when the channel forgets the address of a parted life: its last frame has left by then.
+        replaced: another incarnation has taken its address.
     """
 
     hello: Hello
     last_frame_at: float
     proved: bool
+    users: int = 0
     used_since: float | None = None
+    idle_since: float = -inf
     beaten: float = -inf
     closed: float | None = None
     greeted: float = -inf
@@ -49,13 +53,17 @@ class KnownPeer:
     lost: bool = False
     lost_at: float = -inf
     ended: bool = False
-    parted: bool = False
-    forget_at: float = inf
+    replaced: bool = False
 
     @property
-    def there(self) -> bool:
-        """Whether it is connected."""
-        return not (self.lost or self.parted)
+    def epoch(self) -> Epoch:
+        """Its name."""
+        return Epoch(self.hello.src)
+
+    @property
+    def over(self) -> bool:
+        """Whether it never returns."""
+        return self.ended or self.replaced
 
     @property
     def name(self) -> str:
@@ -88,11 +96,10 @@ class KnownPeer:
         """When something may be due for it, if no frame arrives before; None: nothing is."""
         times: list[float] = []
         if self.lost:
-            times.append(self.forgotten_at(options))
-            if not (self.proved or self.ended):
+            if not self.users:
+                times.append(-inf if self.replaced else self.forgotten_at(options))
+            if not (self.proved or self.over):
                 times.append(self.beaten + options.heartbeat_s)
-        elif self.parted:
-            times += [self.forget_at] if self.forget_at < inf else []
         else:
             if self.used_since is not None:
                 times.append(self.heard + options.silence_s)

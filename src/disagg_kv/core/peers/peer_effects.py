@@ -1,4 +1,4 @@
-"""What the peer table asks for, and which of two lives is the older one."""
+"""What the peer table asks for, and which of two incarnations is the older one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..wire.frames import Frame, Hello
 
 @frozen
 class SendTo:
-    """Pass this frame to the channel; the receiver's life may not be known yet."""
+    """Pass this frame to the channel; the receiver's incarnation may not be known yet."""
 
     address: str
     frame: Frame
@@ -26,7 +26,7 @@ class Up:
 
     @property
     def epoch(self) -> Epoch:
-        """Its life."""
+        """Its incarnation."""
         return Epoch(self.hello.src)
 
 
@@ -53,18 +53,18 @@ class Forget:
 
 
 @frozen
-class Unlink:
-    """No room uses this life: drop what there is between it and the transport, and the watch of its process."""
+class Forgotten:
+    """No room uses this incarnation: drop all that there is of it."""
 
     peer: Epoch
 
 
-PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget | Unlink
+PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget | Forgotten
 
 
 def is_older(hello: Hello, other: Hello) -> bool:
-    """Whether a life began before another; False if their hosts differ, as clocks of two hosts are not compared.
+    """Whether an incarnation began before another; False if their hosts differ: clocks of two hosts are not compared.
 
-    The start of the process does not count: a younger life may belong to an older process.
+    The start of the process does not count: a younger incarnation may belong to an older process.
     """
     return hello.host == other.host and hello.born < other.born

@@ -18,7 +18,7 @@ from ...errors import About, RemoteProtocolError
 from ...ids import peer_name
 from .verify import Verify
 
-VERSION = 8
+VERSION = 9
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 512 * 1024
@@ -370,17 +370,8 @@ class Returned(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
     ask: U
 
 
-class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=20):
-    """Rank -> another life of its own instance: a younger life of the receiver's rank is at ``address``.
-
-    Prefill -> decode: a younger life of the sender's rank is at ``address``.
-    """
-
-    address: Name
-
-
-class Parted(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=21):
-    """The sender has dropped its link, but knows the receiver. ``closed``: it has closed, reads and writes no more."""
+class Disconnected(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=20):
+    """The sender has forgotten the receiver, or (``closed``) has closed: it reads and writes no more."""
 
     closed: bool = False
 
@@ -406,8 +397,7 @@ AnyFrame = (
     | Decision
     | Return
     | Returned
-    | Superseded
-    | Parted
+    | Disconnected
 )
 
 

@@ -4,9 +4,7 @@ A room waits here from ``open`` on. It leaves in one of three ways. All ranks of
 :class:`Found`. One of them cannot be connected, they contradict each other, or they are not found in ``silence_s``: it
 is :class:`Unreachable`. Or it ends for another reason, such as its deadline, and :meth:`Discovery.forget` removes it.
 
-The ranks of an instance whose links were dropped are dialled at the addresses that were last known, and the rendezvous
-is not asked. If one of them does not answer there, or another one does, the rendezvous is asked after all. While a room
-waits here, the ranks that are connected are in use: none loses its link before the last one is connected.
+While a room waits here, the ranks that are connected are in use: none is forgotten before the last one is connected.
 
 Every method that may let rooms leave returns them. The caller checks that they are still open.
 """
@@ -20,8 +18,7 @@ from typing import TypeAlias
 from attrs import define, field, frozen
 
 from ...core import KnownPeer, RoomKey
-from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
-from ...ids import Epoch
+from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
 from ...rendezvous import Source
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
@@ -59,8 +56,6 @@ class PrefillInstance:
         error: why the rendezvous gave no addresses.
         waiting: the rooms that wait.
         held: ranks that are in use for them.
-        returning: ranks whose links were dropped are dialled at the addresses that were known.
-        moved: one of them was not found there; the rendezvous is asked for the rooms that wait.
     """
 
     addresses: tuple[str, ...] | None = None
@@ -68,9 +63,7 @@ class PrefillInstance:
     pause_s: float = 0.0
     error: DisaggKVError | None = None
     waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
-    held: dict[Epoch, None] = field(factory=dict)
-    returning: bool = False
-    moved: bool = False
+    held: list[KnownPeer] = field(factory=list)
 
     def fail(self, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
         """No room that waits can begin, as the rank at ``address`` is not there. The addresses are asked for again."""
@@ -138,24 +131,21 @@ class Discovery:
             instance.look_at = self._loop.now + LOOKUP_FAILED_S
         if answer.addresses is None:
             return []
-        instance.addresses, instance.returning = answer.addresses, False
+        instance.addresses = answer.addresses
         for address in answer.addresses:
             if self._loop.peers.at(address) is None:
                 self._loop.dial(address)
-        return self._ready(answer.source, instance)
+        return self._ready(instance)
 
     def on_up(self, address: str) -> Sequence[Outcome]:
         """A prefill rank is connected."""
-        return [outcome for source, instance in self._with(address) for outcome in self._ready(source, instance)]
+        return [outcome for instance in self._with(address) for outcome in self._ready(instance)]
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> Sequence[Outcome]:
         """A prefill rank cannot be connected."""
         outcomes: list[Outcome] = []
-        for source, instance in self._with(address):
-            if instance.returning and not isinstance(error, CapacityError):
-                self._ask_after_all(source, instance)
-            else:
-                outcomes += self._fail(instance, error, address)
+        for instance in self._with(address):
+            outcomes += self._fail(instance, error, address)
         return outcomes
 
     def _fail(self, instance: PrefillInstance, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
@@ -163,25 +153,20 @@ class Discovery:
         self._let_go(instance)
         return outcomes
 
-    def _ask_after_all(self, source: Source, instance: PrefillInstance) -> None:
-        """A rank is not where it was when its link was dropped."""
-        instance.addresses, instance.returning, instance.moved = None, False, True
-        self._loop.look_up(source)
-
     def _hold(self, instance: PrefillInstance) -> None:
-        """The ranks that are connected keep their links while rooms wait for the others."""
+        """The ranks that are connected stay so while rooms wait for the others."""
+        peers, now = self._loop.peers, self._loop.now
+        held = {peer.epoch for peer in instance.held}
         for address in instance.addresses or ():
-            epoch = self._loop.peers.at(address)
-            if epoch is not None and epoch not in instance.held:
-                instance.held[epoch] = None
-                self._loop.peers.use(epoch, self._loop.now)
+            epoch = peers.at(address)
+            if epoch is not None and epoch not in held and (peer := peers.use(epoch, now)) is not None:
+                instance.held.append(peer)
 
     def _let_go(self, instance: PrefillInstance) -> None:
         """The same is over once no room waits."""
         if not instance.waiting:
-            for epoch in instance.held:
-                self._loop.peers.release(epoch)
-            instance.held.clear()
+            while instance.held:
+                self._loop.peers.release(instance.held.pop())
 
     def _not_found(self, room: DecodeRoom) -> PeerLostError:
         """The error of a room that waited for its whole ``silence_s``."""
@@ -199,42 +184,36 @@ class Discovery:
         loop = self._loop
         instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
         instance.look_at = loop.now + instance.pause_s
-        lives = self._lives(source, instance)
-        lively = all(life.parted or loop.peers.lively(Epoch(life.hello.src), loop.now) for life in lives)
-        if not lives or loop.directory.stale(source, lively=lively):
+        ranks = self._ranks(source)
+        lively = all(loop.peers.lively(peer.epoch, loop.now) for peer in ranks)
+        if not ranks or loop.directory.stale(source, lively=lively):
             loop.look_up(source)
-            lives = self._lives(source, instance)
-        if not instance.waiting or not lives:
+            ranks = self._ranks(source)
+        if not instance.waiting or not ranks:
             return []
         instance.addresses = loop.directory.known(source)
-        for life in lives:
-            if life.parted:
-                instance.returning = True
-                loop.dial(life.hello.address)
-        return self._ready(source, instance)
+        return self._ready(instance)
 
-    def _lives(self, source: Source, instance: PrefillInstance) -> list[KnownPeer]:
+    def _ranks(self, source: Source) -> list[KnownPeer]:
         """The ranks of an instance at the addresses that the rendezvous gave last; none unless all are connected.
 
         A rank whose connection is broken may have ended, and another instance may have taken its address: then the
-        rendezvous is asked first. A parted rank counts as connected, unless one was not found again.
+        rendezvous is asked first.
         """
-        peers, lives = self._loop.peers, list[KnownPeer]()
+        ranks: list[KnownPeer] = []
         for rank, address in enumerate(self._loop.directory.known(source) or ()):
-            epoch = peers.addresses.get(address)
-            peer = None if epoch is None else peers.known(epoch)
+            peer = self._loop.peers.addresses.get(address)
             if (
                 peer is None
                 or peer.lost
-                or (peer.parted and instance.moved)
                 or peer.closed is not None
                 or (peer.hello.instance, peer.hello.rank) != (source.instance, rank)
             ):
                 return []
-            lives.append(peer)
-        return lives
+            ranks.append(peer)
+        return ranks
 
-    def _ready(self, source: Source, instance: PrefillInstance) -> list[Outcome]:
+    def _ready(self, instance: PrefillInstance) -> list[Outcome]:
         """The rooms that wait, once all ranks are connected."""
         epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
         remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
@@ -242,18 +221,12 @@ class Discovery:
         if not instance.addresses or len(ready) < len(instance.addresses):
             self._hold(instance)
             return []
-        if instance.returning and any(
-            (one.hello.instance, one.hello.rank) != (source.instance, rank) for rank, one in enumerate(ready)
-        ):
-            self._ask_after_all(source, instance)
-            return []
-        instance.returning = instance.moved = False
         waiting, instance.waiting = instance.waiting, {}
         self._let_go(instance)
         return [_checked(room, ready) for room in waiting.values()]
 
-    def _with(self, address: str) -> list[tuple[Source, PrefillInstance]]:
-        return [(of, one) for of, one in self._instances.items() if one.addresses and address in one.addresses]
+    def _with(self, address: str) -> list[PrefillInstance]:
+        return [one for one in self._instances.values() if one.addresses and address in one.addresses]
 
 
 def _named(error: DisaggKVError, source: Source, rank: int | None) -> DisaggKVError:

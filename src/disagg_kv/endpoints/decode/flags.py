@@ -5,7 +5,7 @@ loop reads the flags of moving rooms, on whichever thread advances it. A raised 
 machine as the frame ``ChunkReady``, which follows in any case: so a flag that is late, lost or repeated is harmless.
 
 Blocks of slots stay with the process that they were named to. Another one gets them once that process has ended, or
-once its link was dropped: then all its rooms are forgotten, each on evidence that nothing of it is written any more. A
+was forgotten: then all its rooms are forgotten, each on evidence that nothing of it is written any more. A
 word of it that is raised once more hides the flag of another process at worst, and the frame of that follows.
 """
 
@@ -74,8 +74,8 @@ class FlagPage:
         self._gone.add(epoch)
         self._forget(epoch)
 
-    def parted(self, epoch: Epoch) -> None:
-        """The link to a process was dropped, which no room uses: blocks that are not used are for others, too."""
+    def forget(self, epoch: Epoch) -> None:
+        """A process is forgotten, which no room uses: its blocks are for others, too."""
         self._free += self._of.pop(epoch, ())
 
     def _forget(self, epoch: Epoch) -> None:

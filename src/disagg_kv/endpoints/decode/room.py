@@ -16,7 +16,7 @@ from ...planning import InstancePlans, PairPlan, Segment
 from ...rendezvous import Source
 from ...strategies import TransferPlanner
 from ..peers.handshake import RemoteEndpoint
-from ..peers.peer_registry import HeldMemory
+from ..peers.session import HeldMemory
 from .handle import CheckedExpectation, ReceptionHandle
 
 

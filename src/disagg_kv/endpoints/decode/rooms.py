@@ -36,7 +36,7 @@ from ...core import (
     Verify,
 )
 from ...core.timers import Timers
-from ...core.wire.frames import Done, Expected, WirePace
+from ...core.wire.frames import Done, Expected
 from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
@@ -51,7 +51,7 @@ from ..handle import ChangeQueue
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
-from ..peers.used_peers import UsedPeers
+from ..peers.session import UsedPeers
 from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
 from .expecting import PendingExpectations
@@ -98,7 +98,6 @@ class DecodeSide:
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
-        self._paces: dict[Epoch, WirePace] = {}
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
@@ -113,7 +112,6 @@ class DecodeSide:
         self._used = UsedPeers(loop.peers)
         self.flags = RoomFlags(flags, loop.me.epoch, loop.me.life.process.host)
         self._lively_at = 0.0
-        self._suspended: dict[Epoch, None] = {}
         self.quarantined = 0
 
     @property
@@ -136,7 +134,7 @@ class DecodeSide:
         self._rooms[key] = room
         self._loop.vote(key, None, "")
         self._take_found(self._discovery.add(room))
-        if (error := self._loop.succession.error()) is not None:
+        if (error := self._loop.ranks.superseded) is not None:
             self._handle(room, Cancel(error))
         self._publish(room)
 
@@ -190,7 +188,8 @@ class DecodeSide:
         if writers not in self._plans:
             self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
         room.plans = self._plans[writers]
-        pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
+        sessions = [self._loop.sessions.get(epoch) for epoch in writers]
+        pace = next((one.pace for one in sessions if one is not None and one.pace is not None), None)
         for epoch in writers:
             self._used.use(epoch, room.key, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
@@ -241,14 +240,13 @@ class DecodeSide:
             self._handle(room, lost)
         self._forget(lost.peer)
 
-    def on_parted(self, epoch: Epoch) -> None:
+    def forget(self, epoch: Epoch) -> None:
         """Nothing is kept of a rank that is not there."""
         self._forget(epoch)
-        self.flags.page.parted(epoch)
+        self.flags.page.forget(epoch)
 
     def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
-        self._paces.pop(epoch, None)
         self._chooser.forget(epoch)
         for writers in [w for w in self._plans if epoch in w]:
             del self._plans[writers]
@@ -274,7 +272,7 @@ class DecodeSide:
             try:
                 self._handle(room, frame)
             except RemoteProtocolError as exc:
-                registry = self._loop.peer_registry
+                registry = self._loop.sessions
                 self._handle(room, Cancel(exc.about(registry.name(epoch), **registry.who(epoch))))
         elif room is None or room.machine.error is not None:
             self._arrivals.answer(frame)
@@ -286,8 +284,8 @@ class DecodeSide:
         if isinstance(frame, Expected):
             if frame.unmapped is not None:
                 self._chooser.said(epoch, frame.unmapped)
-        elif frame.pace is not None:
-            self._paces[epoch] = frame.pace
+        elif frame.pace is not None and (session := self._loop.sessions.get(epoch)) is not None:
+            session.pace = frame.pace
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -376,9 +374,9 @@ class DecodeSide:
         try:
             lease = self._queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
         except OversizeError as exc:
-            name, sizes = self._loop.peer_registry.name(effect.peer), f"{exc.asked} bytes, at most {exc.capacity}"
+            name, sizes = self._loop.sessions.name(effect.peer), f"{exc.asked} bytes, at most {exc.capacity}"
             large = f"{room.name}: {name} asks for too large a lease: {sizes}"
-            self._handle(room, Cancel(RemoteProtocolError(large, **self._loop.peer_registry.who(effect.peer))))
+            self._handle(room, Cancel(RemoteProtocolError(large, **self._loop.sessions.who(effect.peer))))
             return
         if self._loop.observed:
             room.queued.setdefault(effect.segment, self._loop.now)
@@ -434,8 +432,8 @@ class DecodeSide:
         machine, handle = room.machine, room.handle
         if machine.error is not None:
             # Before the engine learns that it failed.
-            unsettled, hellos = room.unsettled(self._page_bytes), [remote.hello for remote in room.remotes]
-            self._loop.peer_registry.hold(room.key, unsettled, hellos)
+            unsettled, peers = room.unsettled(self._page_bytes), [remote.epoch for remote in room.remotes]
+            self._loop.sessions.hold(room.key, unsettled, peers)
         phase, released = machine.phase, machine.released
         room.account(self._loop.now, released=released)
         if not handle.shows(phase, released):
@@ -474,12 +472,10 @@ class DecodeSide:
                 self._timers.schedule(key, room.machine.next_at())
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
-            for epoch in dict.fromkeys((*self._queue.active, *self._suspended)):
+            for epoch in tuple(self._queue.active):
                 if epoch not in self._loop.remotes or peers.lively(epoch, now):
-                    self._suspended.pop(epoch, None)
                     self._queue.resume(epoch)
                 else:
-                    self._suspended[epoch] = None
                     self._queue.suspend(epoch)
             self._grant()
 

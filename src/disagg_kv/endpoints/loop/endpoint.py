@@ -17,7 +17,6 @@ from ...errors import DisaggKVError, text_of
 from ...ids import Epoch, Generation, RoomId
 from ..handle import ChangeQueue, RoomHandle
 from ..peers.handshake import EndpointInfo
-from ..peers.succession import check_counts
 from ..status import EndpointStatus, PeerInfo, RoomInfo, Usage
 from ..used_ids import UsedIds
 from .construction import Parts, helpers
@@ -117,13 +116,13 @@ class Endpoint(ABC, Generic[H, S]):
 
     def peers(self) -> Sequence[PeerInfo]:
         """See :meth:`~disagg_kv.endpoints.api.Sender.peers`."""
-        return self._loop.peer_registry.listed()
+        return self._loop.sessions.listed()
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Sender.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
         with self._admission.enter("confirm_terminated"):
-            self.driver.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
+            self.driver.post(partial(self._loop.confirm_terminated, self._loop.sessions.find(named)))
 
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Sender.close`."""
@@ -136,9 +135,9 @@ class Endpoint(ABC, Generic[H, S]):
         return self._side.open_rooms
 
     def _links(self) -> tuple[int, int]:
-        """How many links there are, and above how many those are dropped that no room uses. From any thread."""
-        links = self._loop.peers.links
-        return len(links), int(min(links.most, self._options.peers))
+        """How many peers are known, and above how many those are forgotten that no room uses. From any thread."""
+        peers = self._loop.peers
+        return len(peers), int(min(peers.budget.most, self._options.peers))
 
     def _rooms(self) -> Counter[Phase]:
         """By phase, the rooms that are not released. From any thread."""
@@ -175,7 +174,8 @@ class Endpoint(ABC, Generic[H, S]):
             SupersededError: another process has taken the place of this rank.
         """
         self._ids.check(room)
-        check_counts(self._loop.succession)
+        if (superseded := self._loop.ranks.superseded) is not None:
+            raise superseded
         return RoomKey(room, Generation(next(self._generations)))
 
     def _break_down(self, error: DisaggKVError) -> None:

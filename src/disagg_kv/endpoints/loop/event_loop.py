@@ -17,22 +17,21 @@ from math import inf
 
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected
 from ...core import AnyFrame, Hello, Options, Outcome, RoomKey, RoomOutcome, Send, Tombstones, Verdict
-from ...core.wire.frames import Decision, Parted, Refused, RoomFrame, Superseded, Vote
+from ...core.wire.frames import Decision, Disconnected, Refused, RoomFrame, Vote
 from ...errors import DisaggKVError, RemoteProtocolError, TransportError, text_of
 from ...ids import Epoch
 from ...memory import Event
 from ...rendezvous import Rendezvous, Source
 from ...trace import Observer, Silent, wants_layers
-from ...transports import Home, PeerEvent
+from ...transports import Home, PeerLost
 from ...transports.combining import lane_of
 from ..peers.background import Background
 from ..peers.directory import Directory, LookupResult
 from ..peers.handshake import EndpointInfo, check_key
-from ..peers.succession import Succession, found_before
 from .buffers import ReceiveBuffer
 from .inspection import LoopInspection
 from .peering import Peering
-from .siblings import Siblings
+from .ranks import InstanceRanks
 from .side import Side
 from .timing import BUDGET_S, IDLE_S, MOST, TARGET_S, Budget, IdlePolicy, Pauses, Rest
 
@@ -84,13 +83,9 @@ class EventLoop(Peering):
         self.budget_s = BUDGET_S
         self._last_words: Budget | None = None
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
-        before = found_before(rendezvous, me.instance, me.rank, me.address)
-        self.succession = Succession(me.hello()(b""), before)
-        self.siblings = Siblings(self, self.succession)
+        self.ranks = InstanceRanks(self)
         self.side = side(self)
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
-        if before is not None:
-            self.post(partial(self.dial, before))
         self.now = clock()  # a store that was slow to publish is no pause of this thread
 
     # From any thread.
@@ -186,7 +181,7 @@ class EventLoop(Peering):
         if due or self._commands or self._process_monitor.landing:
             self._all(self._notice_exits)
         if due:
-            self._all(self._tick_peers, self._tick_verdict, self.siblings.tick, self.side.tick)
+            self._all(self._tick_peers, self._tick_verdict, self.ranks.tick, self.side.tick)
             self.next_at()
         if commands and self._commands:
             budget = self.budget()
@@ -260,7 +255,7 @@ class EventLoop(Peering):
 
     def next_at(self) -> float | None:
         """When something is due although nothing comes in."""
-        times = self.peers.next_at(), self.verdict.next_at(), self.side.next_at(), self.siblings.look_at
+        times = self.peers.next_at(), self.verdict.next_at(), self.side.next_at(), self.ranks.look_at
         due = min((t for t in times if t is not None), default=None)
         self._stale, self._due_at = False, self.now + IDLE_S if due is None else min(due, self.now + IDLE_S)
         return due
@@ -272,9 +267,9 @@ class EventLoop(Peering):
             self._receive_buffer.left,
             self.peers,
             self.remotes,
-            self.peer_registry,
+            self.sessions,
             self.verdict,
-            self.succession,
+            self.ranks,
         )
 
     def _end_rooms(self, error: DisaggKVError) -> None:
@@ -306,7 +301,7 @@ class EventLoop(Peering):
             self.observer.count("lookups.failed")
             self.failures.warn(f"instance {answer.source.instance!r} could not be looked up: {text_of(answer.error)}")
         if answer.source == Source(self.me.instance):
-            self.siblings.on_answer(answer)
+            self.ranks.on_answer(answer)
         self.side.on_answer(answer)
 
     # What comes in.
@@ -316,8 +311,8 @@ class EventLoop(Peering):
         reports = self.me.transport.poll()
         for report in reports:
             try:
-                if isinstance(report, PeerEvent):
-                    self._on_peer_event(report)
+                if isinstance(report, PeerLost):
+                    self._on_peer_lost(report)
                 else:
                     self.side.on_ticket(report)
             except Exception as exc:
@@ -371,47 +366,46 @@ class EventLoop(Peering):
             self.observer.count("frames.stale")
         elif isinstance(frame, Vote | Decision):
             self.agree(self.verdict.on_frame(frame, self.now))
-        elif isinstance(frame, Superseded):
-            self.siblings.on_superseded(frame)
         elif isinstance(frame, RoomFrame):
-            if frame.src in self.siblings:
+            session = self.sessions.get(Epoch(frame.src))
+            if session is not None and session.known.hello.role == self.me.role:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
-            if not self.connections.hold(frame, nbytes, self.side.on_frame):
+            if not self.connections.hold(session, frame, nbytes, self.side.on_frame):
                 self.side.on_frame(frame)
-        elif isinstance(frame, Parted) and frame.closed:
-            if not self.connections.hold(frame, nbytes, self._on_closed):
+        elif isinstance(frame, Disconnected) and frame.closed:
+            held = self.connections.hold(self.sessions.get(Epoch(frame.src)), frame, nbytes, self._on_closed)
+            if not held:
                 self._on_closed(frame)
-        else:
-            self.siblings.beat(Epoch(frame.src))
 
-    def _on_peer_event(self, event: PeerEvent) -> None:
+    def _on_peer_lost(self, event: PeerLost) -> None:
         """The transport reports the end of a peer."""
-        epoch = self.connections.epoch(event.peer)
-        if epoch is None:
+        session = self.connections.owner(event.peer)
+        if session is None or (link := session.link) is None:
             self.observer.count("transport.unexpected")
             return
+        epoch = session.epoch
         lane = lane_of(self.me.transport, event.peer)
         error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
         self._hear_last()  # it may have said before its end that it has all rows
-        self.connections.lose(epoch, error)
+        link.error = error
         self._peer_effects(self.peers.shut(epoch, error, self.now))
         if event.fenced:
-            self._gone(epoch)
+            self._gone(session)
 
     def _notice_exits(self) -> None:
-        for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
+        for session in self._process_monitor.ended(at_once=bool(self._commands)):
             self._hear_last()
-            self.lose(epoch, self._lost(epoch, "its process has ended"), ended=True)
+            self.lose(session.epoch, self._lost(session.epoch, "its process has ended"), ended=True)
         if self._process_monitor.landing:
-            for epoch in self._process_monitor.drained(self.connections.drain_s):
-                self._gone(epoch)
+            for session in self._process_monitor.drained(lambda session: self.lane(session.epoch).caps.drain_s):
+                self._gone(session)
 
-    def _on_closed(self, frame: Parted) -> None:
+    def _on_closed(self, frame: Disconnected) -> None:
         """A peer has closed. What it wrote has landed; what is written to it ends by the reports of our transport."""
         epoch = Epoch(frame.src)
         self.lose(epoch, self._lost(epoch, "it has closed"), ended=True)
-        if self.me.role == "decode":
-            self._gone(epoch)
+        if self.me.role == "decode" and (session := self.sessions.get(epoch)) is not None:
+            self._gone(session)
 
     # What goes out.
 
@@ -447,9 +441,9 @@ class EventLoop(Peering):
             last.callback(self._process_monitor.close)
             last.callback(self.connections.close, until, partial(self._close_transport, until))
             # An endpoint that broke may have been interrupted in a write that it does not know of.
-            if self.failures.broken is None and (self.me.role == "decode" or not self.peer_registry.holding):
+            if self.failures.broken is None and (self.me.role == "decode" or not self.sessions.holding):
                 for epoch in self.peers.epochs():
-                    self.send(Send(epoch, Parted(src=self.me.epoch, dst=epoch, closed=True)))
+                    self.send(Send(epoch, Disconnected(src=self.me.epoch, dst=epoch, closed=True)))
             self.flush()
 
     def _close_transport(self, until: float) -> None:

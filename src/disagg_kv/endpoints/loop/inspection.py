@@ -14,8 +14,8 @@ from attrs import frozen
 from ...core import PeerTable, Verdict
 from ...ids import Epoch
 from ..peers.handshake import RemoteEndpoint
-from ..peers.peer_registry import PeerRegistry
-from ..peers.succession import Succession
+from ..peers.session import Sessions
+from .ranks import InstanceRanks
 
 
 @frozen(eq=False)
@@ -25,20 +25,20 @@ class LoopInspection:
     Args:
         commands: of the engine, that no step has run yet.
         frames: and other events of the channel, that no step has handled yet.
-        peers: the lives that are known, also those that are lost.
+        peers: the incarnations that are known, also those that are lost.
         remotes: the endpoints of the other side to which rooms may be bound.
-        registry: the memory that waits for evidence about each peer.
+        sessions: the memory that waits for evidence about each peer.
         verdict: of the ranks of this instance on how each room ends.
-        succession: who has this rank's place.
+        ranks: the other ranks of this instance, and whether another incarnation has the place of this one.
     """
 
     commands: Sized
     frames: Sized
     peers: PeerTable
     remotes: Mapping[Epoch, RemoteEndpoint]
-    registry: PeerRegistry
+    sessions: Sessions
     verdict: Verdict
-    succession: Succession
+    ranks: InstanceRanks
 
     @property
     def backlog(self) -> tuple[int, int]:

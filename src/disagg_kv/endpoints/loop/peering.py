@@ -11,6 +11,7 @@ from ...channels import Channel
 from ...core import (
     Codec,
     Forget,
+    Forgotten,
     Greeted,
     Lost,
     Options,
@@ -18,11 +19,9 @@ from ...core import (
     PeerTable,
     Send,
     SendTo,
-    Unlink,
     Unreachable,
     Up,
 )
-from ...core.wire.frames import Expect
 from ...errors import DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ...ids import Epoch, Peer
 from ...trace import Guarded, Observer, Silent
@@ -31,13 +30,13 @@ from ..peers.background import Background
 from ..peers.connections import Connections, ConnectResult
 from ..peers.handshake import EndpointInfo, RemoteEndpoint
 from ..peers.limited_log import LimitedLog
-from ..peers.link_budget import links_of
-from ..peers.mapping import open_decode
-from ..peers.peer_registry import PeerRegistry
+from ..peers.link_budget import budget_of
+from ..peers.mapping import UNMAPPED, Mapping, open_decode
 from ..peers.process_monitor import ProcessMonitor
+from ..peers.session import PeerSession, Sessions
 from .buffers import SendBuffer
 from .failures import Failures
-from .siblings import Siblings
+from .ranks import InstanceRanks
 from .side import Side
 
 log = logging.getLogger("disagg_kv")
@@ -51,7 +50,7 @@ A = TypeVarTuple("A")
 class Peering:
     """The base of :class:`~.event_loop.EventLoop`, which has time, messages and commands; one thread at a time."""
 
-    siblings: Siblings
+    ranks: InstanceRanks
     side: Side
 
     def __init__(
@@ -74,14 +73,14 @@ class Peering:
         self.failures = Failures(f"{me.instance}/{me.rank}", self.observer, clock, end_rooms)
         self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.failures.defer)
         self.peers = PeerTable(
-            me.epoch, me.address, me.hello(), me.admit, options, links_of(channel, me.transport, options)
+            me.epoch, me.address, me.hello(), me.admit, options, budget_of(channel, me.transport, options)
         )
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
         helpers = background(f"disagg_kv {me.instance}/{me.rank} links", LINKS)
         ready = partial(open_decode, me) if me.role == "prefill" else None
         self._helped = False
         self.connections = Connections(me.transport, helpers, self._on_help, clock, self.observer, options, ready)
-        self.peer_registry = PeerRegistry(self.peers, self.connections, self.connections.lane, options, clock)
+        self.sessions = Sessions(self.peers, options, clock)
         self._process_monitor = ProcessMonitor(clock, me.life.process, me.life.watch)
 
     def _on_help(self) -> None:
@@ -102,8 +101,8 @@ class Peering:
         """An error was met while a frame or a link of a peer (None: of none) was handled: end what it may concern."""
         if epoch is None:
             raise exc
-        name, address = self.peer_registry.name(epoch), self.peers.address(epoch) or ""
-        error = self.failures.note(exc, f"rooms with {name}").about(name, **self.peer_registry.who(epoch))
+        name, address = self.sessions.name(epoch), self.peers.address(epoch) or ""
+        error = self.failures.note(exc, f"rooms with {name}").about(name, **self.sessions.who(epoch))
         self._peer_effects(self.peers.shut(epoch, error, self.now))
         self.side.on_unreachable(address, error)
 
@@ -115,118 +114,109 @@ class Peering:
                 case SendTo(address, frame):
                     self._send_buffer.put(address, self.codec.encode(frame))
                 case Up():
-                    self.peer_registry.up(effect.epoch)
-                    self._up(effect)
+                    self._up(effect.epoch)
                 case Greeted(epoch):
-                    if epoch not in self.siblings:
+                    if epoch not in self.ranks:
                         self.side.on_greeted(epoch)
                 case Lost():
                     self._on_lost(effect)
-                    self.peer_registry.lost(effect.peer)
-                case Unlink(epoch):
-                    self._on_unlink(epoch)
+                case Forgotten(epoch):
+                    self._on_forgotten(epoch)
                 case Unreachable(address, error):
                     self.side.on_unreachable(address, error)
                 case Forget(address):
                     self._send_buffer.unsent.pop(address, None)
                     self.channel.forget(address)
 
-    def _up(self, up: Up) -> None:
-        hello = up.hello
-        if hello.role == self.me.role:
-            self.siblings.up(hello)
+    def _up(self, epoch: Epoch) -> None:
+        known = self.peers.known(epoch)
+        assert known is not None
+        session = self.sessions.up(known)
+        if known.hello.role == self.me.role:
+            self.ranks.up(known)
             return
-        if (linked := self.connections.begin(up)) is not None:
+        if (linked := self.connections.begin(session)) is not None:
             self._on_linked(linked)
         self._take_links()
 
     def _take_links(self) -> None:
         for linked in self.connections.results():
-            self.failures.guard(self.of_peer, linked.up.epoch, self._on_linked, linked)
+            self.failures.guard(self.of_peer, linked.session.epoch, self._on_linked, linked)
 
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
-        up, link = linked.up, linked.link
-        error = link if isinstance(link, DisaggKVError) else self._unwatched(up)
+        session, link = linked.session, linked.link
+        error = link if isinstance(link, DisaggKVError) else self._unwatched(session)
         if error is not None:
-            self._peer_effects(self.peers.shut(up.epoch, error, self.now))
-            self.side.on_unreachable(up.hello.address, error)
+            self._peer_effects(self.peers.shut(session.epoch, error, self.now))
+            self.side.on_unreachable(session.hello.address, error)
         else:
-            self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
-            self.side.on_up(self.remotes[up.epoch])
+            self.remotes[session.epoch] = RemoteEndpoint.of(session.hello)
+            self.side.on_up(self.remotes[session.epoch])
         for take_in in linked.frames:
-            self.failures.guard(self.of_peer, up.epoch, take_in)
+            self.failures.guard(self.of_peer, session.epoch, take_in)
 
-    def _unwatched(self, up: Up) -> DisaggKVError | None:
+    def _unwatched(self, session: PeerSession) -> DisaggKVError | None:
         """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.
 
         Not before it is reached: until then it writes nothing here. An end meanwhile is noticed now.
         """
         try:
-            self._process_monitor.watch(up.epoch, up.hello)
+            self._process_monitor.watch(session)
         except TransportError as exc:
-            return self.connections.refuse(up, exc)
+            return self.connections.refuse(session, exc)
         return None
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""
         self._peer_effects(self.peers.dial(address, self.now))
 
-    def link_again(self, frame: Expect, then: Callable[[Expect], None]) -> bool:
-        """Keep a frame of a parted life until its link is there again; False: it is no such frame.
-
-        The frame was taken when the life had a link, and is used only now, by ``then``.
-        """
-        self._peer_effects(self.peers.bring_back(Epoch(frame.src), self.now))
-        return self.connections.hold(frame, 0, then)
-
     def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> None:
         """A peer is lost for a reason that the peer table does not see by itself; ``ended``: for good."""
-        if ended:
-            self.peer_registry.ended(epoch)
         self._peer_effects(self.peers.lose(epoch, error, ended=ended))
 
     def _on_lost(self, lost: Lost) -> None:
         self.observer.count("peers.lost")
         log.info("%s", lost.error)
-        if lost.peer in self.siblings:
-            self.siblings.lost(lost.peer)
+        if lost.peer in self.ranks:
+            self.ranks.lost(lost.peer)
         else:
-            self.connections.give_up(lost.peer)
+            if (session := self.sessions.get(lost.peer)) is not None:
+                self.connections.give_up(session)
             self.side.on_lost(lost)
             self.remotes.pop(lost.peer, None)
 
-    def _on_unlink(self, epoch: Epoch) -> None:
-        """No room uses a life: drop what there is for it but its entry in the table, if it has one still."""
-        if epoch in self.connections:
-            self.observer.count("links.dropped")
-        self.side.on_parted(epoch)
+    def _on_forgotten(self, epoch: Epoch) -> None:
+        """The table has forgotten a peer that no room uses: nothing is left of it."""
+        self.side.forget(epoch)
         self.remotes.pop(epoch, None)
-        self._unlink(epoch)
-        if self.peers.known(epoch) is None:
-            self.peer_registry.lost(epoch)
+        if (session := self.sessions.pop(epoch)) is not None:
+            if session.linked:
+                self.observer.count("links.dropped")
+            self._unlink(session)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
         self.lose(epoch, self._lost(epoch, "its end was confirmed"), ended=True)
-        self._process_monitor.confirm(epoch)
+        if (session := self.sessions.get(epoch)) is not None:
+            self._process_monitor.confirm(session)
 
     def _lost(self, epoch: Epoch, reason: str) -> PeerLostError:
-        return PeerLostError(f"{self.peer_registry.name(epoch)}: {reason}", **self.peer_registry.who(epoch))
+        return PeerLostError(f"{self.sessions.name(epoch)}: {reason}", **self.sessions.who(epoch))
 
-    def _gone(self, epoch: Epoch) -> None:
-        self.side.on_gone(epoch)
-        self.remotes.pop(epoch, None)
-        self._unlink(epoch)
+    def _gone(self, session: PeerSession) -> None:
+        self.side.on_gone(session.epoch)
+        self.remotes.pop(session.epoch, None)
+        self._unlink(session)
 
-    def _unlink(self, epoch: Epoch) -> None:
-        """No evidence about this life is awaited any more."""
-        self._process_monitor.forget(epoch)
-        self.connections.drop(epoch)
+    def _unlink(self, session: PeerSession) -> None:
+        """No evidence about this peer is awaited any more."""
+        self._process_monitor.forget(session)
+        self.connections.drop(session)
 
     def send(self, send: Send) -> None:
         """To a life, wherever it is; dropped if it is not known any more."""
-        address = self.peers.route(send.to)
+        address = self.peers.address(send.to)
         if address is None:
             self.observer.count("frames.unroutable")
             return
@@ -243,12 +233,18 @@ class Peering:
             TransportError: it is lost. Evidence counts from the moment when a peer's end was seen: nothing may begin
                 to read or write after it.
         """
-        link = self.connections.of(epoch)
-        if link is None or epoch not in self.remotes:
-            raise TransportError(f"{self.peer_registry.name(epoch)} is lost", **self.peer_registry.who(epoch))
-        return link
+        session = self.sessions.get(epoch)
+        if session is None or session.link is None or epoch not in self.remotes:
+            raise TransportError(f"{self.sessions.name(epoch)} is lost", **self.sessions.who(epoch))
+        return session.link.peer
+
+    def mapping(self, epoch: Epoch) -> Mapping:
+        """The pool of a peer, as it is mapped here."""
+        session = self.sessions.get(epoch)
+        return UNMAPPED if session is None or session.link is None else session.link.mapping
 
     def lane(self, epoch: Epoch) -> Lane:
         """What carries writes to a peer; of one that is not linked, what holds for every peer."""
-        found = self.connections.lane(epoch)
+        session = self.sessions.get(epoch)
+        found = None if session is None else session.lane
         return Lane(self.me.transport.name, self.me.transport.caps, "it is not connected") if found is None else found

@@ -32,8 +32,8 @@ class Side(Protocol):
         """A peer of the other side is lost."""
         ...
 
-    def on_parted(self, epoch: Epoch) -> None:
-        """The link of a peer of the other side is dropped: no room here uses it."""
+    def forget(self, epoch: Epoch) -> None:
+        """A peer of the other side is forgotten: no room here uses it."""
         ...
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:

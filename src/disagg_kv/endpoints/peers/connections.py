@@ -1,34 +1,34 @@
-"""Connections of the transport, at most one per epoch of a peer.
+"""Connections of the transport, at most one per incarnation of a peer.
 
-``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
+``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the peer is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. Where prefill has a path that needs decode's
 pool mapped, the same thread maps it, and compiles kernels where they have to be. The endpoint's thread begins with
 :meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
-happened, so that the next frame of that epoch does not begin another attempt at once.
+happened, so that the next frame of that peer does not begin another attempt at once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from typing import TypeVar
 
-from attrs import define, field, frozen
+from attrs import frozen
 
 from ...core import Frame, Hello, Options
-from ...core.peers.peer_effects import Up
 from ...core.room.machine import ours
 from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, TransportError, text_of, without_frames
 from ...ids import Epoch, Peer, peer_name
 from ...trace import Observer
-from ...transports import Lane, Transport
+from ...transports import Transport
 from ...transports.combining import for_peer, lane_of
 from .background import Background
 from .limited_log import LimitedLog
 from .mapping import UNMAPPED, Mapping
+from .session import Link, PeerSession
 
 F = TypeVar("F", bound=Frame)
 log = logging.getLogger("disagg_kv")
@@ -49,42 +49,6 @@ EARLY_BYTES, FRAME_BYTES = 16 << 20, 1024
 beyond it are dropped: their sender repeats what matters."""
 
 
-@define(eq=False)
-class _Link:
-    """What there is between the transport and one life.
-
-    Args:
-        up: as the peer introduced itself.
-        peer: the transport's name of it.
-        descriptor: the peer's, as the transport takes it.
-        until, late: when an attempt that has not returned is overdue, and what to say then.
-        linked: the attempt has succeeded.
-        mapping: of the peer's pool.
-        lane: what carries writes to it; None: it is not connected yet.
-        wanted: the result of the attempt is awaited.
-        error: why it cannot be used although it is there.
-        frames: calls that take in what has come meanwhile, and how many bytes that is.
-    """
-
-    up: Up
-    peer: Peer
-    descriptor: bytes
-    until: float
-    late: str = f"its connect has not returned for {OVERDUE_S:g} s"
-    linked: bool = False
-    mapping: Mapping = UNMAPPED
-    lane: Lane | None = None
-    wanted: bool = True
-    error: DisaggKVError | None = None
-    frames: list[Callable[[], None]] = field(factory=list)
-    nbytes: int = 0
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return _name(self.up.hello)
-
-
 @frozen
 class ConnectResult:
     """An attempt has ended. ``link`` is the transport's name of the peer, or why there is none.
@@ -92,7 +56,7 @@ class ConnectResult:
     ``frames`` take in what has come meanwhile.
     """
 
-    up: Up
+    session: PeerSession
     link: Peer | DisaggKVError
     frames: Sequence[Callable[[], None]] = ()
 
@@ -129,74 +93,79 @@ class Connections:
         self._observer = observer
         self._options = options
         self._log = LimitedLog(clock)
-        self._links: dict[Epoch, _Link] = {}
-        self._owners: dict[Peer, _Link] = {}
+        self._owners: dict[Peer, Link] = {}
         self._under_way = 0
         self._due_at = inf
         self._early_bytes = 0
-        self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
-        self._results: deque[tuple[_Link, Mapping, DisaggKVError | None, float]] = deque()
+        self._results: deque[tuple[Link, Mapping, DisaggKVError | None, float]] = deque()
 
-    def begin(self, up: Up) -> ConnectResult | None:
+    def begin(self, session: PeerSession) -> ConnectResult | None:
         """Link to a peer; None: the result comes out of :meth:`results`. What is known already is returned at once."""
-        link = self._links.get(up.epoch)
+        link = session.link
         if link is not None and (link.linked or link.error is not None):
-            return ConnectResult(up, link.error or link.peer)
+            return ConnectResult(session, link.error or link.peer)
         if link is not None:
-            link.up, link.wanted = up, True
+            link.wanted = True
             return None
-        at, error = self._failed.get(up.epoch, (0.0, None))
-        if error is not None and self._clock() - at < self._options.silence_s:
-            return ConnectResult(up, error)
-        self._failed.pop(up.epoch, None)
+        if session.failed is not None and self._clock() - session.failed_at < self._options.silence_s:
+            return ConnectResult(session, session.failed)
+        session.failed = None
         try:
-            link = self._claim(up)
-            self._background.start(partial(self._connect, link))
+            link = self._claim(session)
+            if link is not None:
+                self._background.start(partial(self._connect, link))
         except Exception as exc:
-            failed = _failed(exc, up.hello)
-            self._fail(up.epoch, failed, self._clock())
+            failed = _failed(exc, session.hello)
+            self._fail(session, failed, self._clock())
             if link is not None:
                 self._forget(link)
-            return ConnectResult(up, failed)
+            return ConnectResult(session, failed)
         return None
 
-    def _claim(self, up: Up) -> _Link:
-        """The transport that an epoch names is its own, from before it is connected until it is disconnected.
+    def _claim(self, session: PeerSession) -> Link | None:
+        """The transport that a peer names is its own, from before it is connected until it is disconnected.
 
-        Descriptors are no secrets. Another epoch that names the same transport would receive, or divert, the bytes of
-        the first one, and its end would end the first one's link.
+        Descriptors are no secrets. Another peer that names the same transport would receive, or divert, the bytes of
+        the first one, and its end would end the first one's link. None: an attempt that was begun before the peer was
+        forgotten has not returned; what it brings is used.
 
         Raises:
             CapacityError: as many attempts run as are allowed.
-            IncompatiblePeerError: another epoch has named it before.
+            IncompatiblePeerError: another peer has named it before.
             RemoteProtocolError: the descriptor is garbage.
         """
-        descriptor = for_peer(self._transport, up.hello.transport, up.hello.descriptor)
-        link = _Link(up, self._transport.peer_of(descriptor), descriptor, self._clock() + OVERDUE_S)
+        hello = session.hello
+        descriptor = for_peer(self._transport, hello.transport, hello.descriptor)
+        until, late = self._clock() + OVERDUE_S, f"its connect has not returned for {OVERDUE_S:g} s"
+        link = Link(session, self._transport.peer_of(descriptor), descriptor, until, late)
         owner = self._owners.get(link.peer)
+        if owner is not None and owner.session.epoch == session.epoch and owner.error is None:
+            session.link, owner.session, owner.wanted = owner, session, True
+            return None
         if owner is not None:
-            ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner.up.hello, up.hello))
-            raise IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
+            ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner.session.hello, hello))
+            raise owner.error or IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
         if self._under_way >= self._options.peers:
             raise CapacityError(f"{self._under_way} connections are under way, and no more may be")
-        self._links[up.epoch] = self._owners[link.peer] = link
+        session.link = self._owners[link.peer] = link
         self._under_way += 1
-        self._due_at = min(self._due_at, link.until)
+        self._due_at = min(self._due_at, until)
         return link
 
-    def _connect(self, link: _Link) -> None:
+    def _connect(self, link: Link) -> None:
         """On a helper thread."""
-        mapping, lost = UNMAPPED, f"{link.name}: the attempt ended without a result"
-        error: DisaggKVError | None = TransportError(lost, **link.up.hello.who)
+        hello = link.session.hello
+        mapping, lost = UNMAPPED, f"{_name(hello)}: the attempt ended without a result"
+        error: DisaggKVError | None = TransportError(lost, **hello.who)
         try:
             self._transport.connect(link.descriptor, CONNECT_S)
             link.lane = lane_of(self._transport, link.peer)
             if self._get_ready is not None:
                 link.until, link.late = self._clock() + READY_S, LATE
-                mapping = self._get_ready(link.peer, link.up.hello)
+                mapping = self._get_ready(link.peer, hello)
             error = None
         except Exception as exc:
-            error = _failed(exc, link.up.hello)
+            error = _failed(exc, hello)
         finally:
             self._results.append((link, mapping, error, self._clock()))
             self._wake()
@@ -210,7 +179,7 @@ class Connections:
             wanted, frames = link.wanted, self._take(link)
             link.linked = error is None and wanted
             if error is not None:
-                self._fail(link.up.epoch, error, at)
+                self._fail(link.session, error, at)
             elif not wanted:
                 self._disconnect(link)
             if link.linked:
@@ -218,7 +187,7 @@ class Connections:
             else:
                 self._forget(link)
             if wanted:
-                out.append(ConnectResult(link.up, error or link.peer, frames))
+                out.append(ConnectResult(link.session, error or link.peer, frames))
         if self._clock() >= self._due_at:
             out += self._overdue()
         return out
@@ -226,49 +195,48 @@ class Connections:
     def _overdue(self) -> list[ConnectResult]:
         """Attempts that have not returned fail now; until they return, no other one of that peer may begin."""
         now, out = self._clock(), list[ConnectResult]()
-        waiting = [link for link in self._links.values() if not link.linked and link.error is None]
+        waiting = [link for link in self._owners.values() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
-                link.error = TransportError(f"{link.name}: {link.late}", **link.up.hello.who)
+                hello = link.session.hello
+                link.error = TransportError(f"{_name(hello)}: {link.late}", **hello.who)
                 if link.wanted:
-                    out.append(ConnectResult(link.up, link.error, self._take(link)))
+                    out.append(ConnectResult(link.session, link.error, self._take(link)))
                 link.wanted = False
         self._due_at = min((link.until for link in waiting if link.error is None), default=inf)
         return out
 
-    def _take(self, link: _Link) -> Sequence[Callable[[], None]]:
+    def _take(self, link: Link) -> Sequence[Callable[[], None]]:
         """What has come for an attempt, which is not held any more."""
         frames, link.frames = link.frames, []
         self._early_bytes -= link.nbytes
         link.nbytes = 0
         return frames
 
-    def _fail(self, epoch: Epoch, error: DisaggKVError, at: float) -> None:
+    def _fail(self, session: PeerSession, error: DisaggKVError, at: float) -> None:
         without_frames(error)
-        self._failed[epoch] = (at, error)
-        self._failed.move_to_end(epoch)
-        while len(self._failed) > self._options.peers:
-            self._failed.popitem(last=False)
+        session.failed_at, session.failed = at, error
 
-    def _disconnect(self, link: _Link) -> None:
+    def _disconnect(self, link: Link) -> None:
         """A transport that cannot is left with what it has."""
         try:
             self._transport.disconnect(link.peer)
         except Exception as exc:
             self._observer.count("disconnects.failed")
-            self._log.say(logging.WARNING, f"{link.name}: it could not be disconnected: {text_of(exc)}")
+            self._log.say(logging.WARNING, f"{_name(link.session.hello)}: it could not be disconnected: {text_of(exc)}")
 
-    def _forget(self, link: _Link) -> None:
-        """Another epoch may name this transport from now on."""
-        del self._links[link.up.epoch], self._owners[link.peer]
+    def _forget(self, link: Link) -> None:
+        """Another peer may name this transport from now on."""
+        link.session.link = None
+        del self._owners[link.peer]
         self._under_way -= not link.linked
 
-    def hold(self, frame: F, nbytes: int, then: Callable[[F], None]) -> bool:
-        """Keep a frame of an epoch that is linking; False: its epoch is not. Raises nothing, drops beyond a bound.
+    def hold(self, session: PeerSession | None, frame: F, nbytes: int, then: Callable[[F], None]) -> bool:
+        """Keep a frame of a peer that is linking; False: its sender is not. Raises nothing, drops beyond a bound.
 
         ``then`` takes it, on the endpoint's thread.
         """
-        link = self._links.get(Epoch(frame.src))
+        link = None if session is None else session.link
         if link is None or link.linked or not link.wanted:
             return False
         nbytes += FRAME_BYTES
@@ -278,68 +246,39 @@ class Connections:
             self._early_bytes += nbytes
         return True
 
-    def lose(self, epoch: Epoch, error: DisaggKVError) -> None:
-        """The transport has lost this peer for good: it is not reached any more, even if frames of it come again."""
-        link = self._links.get(epoch)
-        if link is not None:
-            link.error = error
-
-    def refuse(self, up: Up, exc: DisaggKVError) -> DisaggKVError:
+    def refuse(self, session: PeerSession, exc: DisaggKVError) -> DisaggKVError:
         """A linked peer cannot be used now: disconnect it, as if the attempt had failed with this error.
 
         Returns the error, with the name of the peer.
         """
-        error = _failed(exc, up.hello)
-        self.drop(up.epoch)
-        self._fail(up.epoch, error, self._clock())
+        error = _failed(exc, session.hello)
+        self.drop(session)
+        self._fail(session, error, self._clock())
         return error
 
-    def give_up(self, epoch: Epoch) -> None:
+    def give_up(self, session: PeerSession) -> None:
         """The peer is lost: drop the frames that wait for its attempt, and the attempt's result when it comes."""
-        link = self._links.get(epoch)
+        link = session.link
         if link is not None and not link.linked:
             link.wanted = False
             self._take(link)
 
-    def drop(self, epoch: Epoch) -> None:
-        """Nothing is awaited of this epoch any more: disconnect, now or when the attempt returns."""
-        self.give_up(epoch)
-        link = self._links.get(epoch)
+    def drop(self, session: PeerSession) -> None:
+        """Nothing is awaited of this peer any more: disconnect, now or when the attempt returns."""
+        self.give_up(session)
+        link = session.link
         if link is not None and link.linked:
             self._disconnect(link)
             self._forget(link)
 
-    def of(self, epoch: Epoch) -> Peer | None:
-        """The transport's name of a peer; None: it is not linked."""
-        link = self._links.get(epoch)
-        return link.peer if link is not None and link.linked else None
-
-    def mapping(self, epoch: Epoch) -> Mapping:
-        """The pool of a linked peer, as it is mapped here."""
-        return self._links[epoch].mapping
-
-    def lane(self, epoch: Epoch) -> Lane | None:
-        """What carries writes to a peer; None: it is not linked. From any thread."""
-        link = self._links.get(epoch)
-        return None if link is None else link.lane
-
-    def drain_s(self, epoch: Epoch) -> float | None:
-        """See :class:`~disagg_kv.transports.Capabilities`: for a peer, whatever it writes over; None: unknown."""
-        lane = self.lane(epoch)
-        return self._transport.caps.drain_s if lane is None else lane.caps.drain_s
-
-    def epoch(self, peer: Peer) -> Epoch | None:
-        """Which epoch the transport speaks of."""
+    def owner(self, peer: Peer) -> PeerSession | None:
+        """Of which peer the transport speaks."""
         link = self._owners.get(peer)
-        return link.up.epoch if link is not None and link.linked else None
+        return link.session if link is not None and link.linked else None
 
     def linked(self) -> Sequence[Epoch]:
-        """Every epoch that is linked, in the order in which its attempt began."""
-        return tuple(epoch for epoch, link in self._links.items() if link.linked)
-
-    def __contains__(self, epoch: object) -> bool:
-        """Whether an epoch is linked; from any thread."""
-        return isinstance(epoch, bytes) and self.of(Epoch(epoch)) is not None
+        """Every peer that is linked, in the order in which its attempt began."""
+        return tuple(link.session.epoch for link in self._owners.values() if link.linked)
 
     def close(self, until: float, then: Callable[[], None]) -> None:
         """Begin no attempt, and close the transport (``then``) once none runs.

@@ -73,7 +73,7 @@ class _Known:
 
     Args:
         at: when the look-up began that gave the addresses.
-        addresses: of all its ranks; none: a rank has moved, and answers to earlier questions are not believed.
+        addresses: of all its ranks.
         tried: when the last look-up began.
         doubted_at: when a room failed last.
     """
@@ -126,14 +126,7 @@ class Directory:
     def known(self, source: Source) -> tuple[str, ...] | None:
         """The addresses that were last answered; None: none were."""
         found = self._known.get(source)
-        return None if found is None else found.addresses or None
-
-    def forget(self, instance: str) -> None:
-        """A rank has moved: its instance is looked up before the next room."""
-        now = self._clock()
-        for source in [source for source in self._known if source.instance == instance]:
-            self._known[source] = _Known(now, (), now)
-            self._asked.pop(source, None)
+        return None if found is None else found.addresses
 
     def doubt(self, source: Source) -> None:
         """A room of an instance has failed: perhaps its ranks are elsewhere."""

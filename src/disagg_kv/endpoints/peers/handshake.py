@@ -55,7 +55,7 @@ class EndpointInfo:
     """One endpoint, as it introduces itself.
 
     Args:
-        life: which one of its lives this is.
+        life: its incarnation.
         role: which side.
         instance: name of the set of ranks it belongs to.
         rank: its index there.
@@ -96,11 +96,11 @@ class EndpointInfo:
 
     @property
     def epoch(self) -> Epoch:
-        """Its life's name."""
+        """Its incarnation's name."""
         return self.life.epoch
 
     def hello(self) -> Callable[[bytes], Hello]:
-        """Makes the ``Hello`` towards a life; everything but that is encoded once."""
+        """Makes the ``Hello`` towards an incarnation; everything but that is encoded once."""
         spec, shards, site = _spec_to_wire(self.site.spec), _shards_to_wire(self.shards), _site_to_wire(self.site)
         descriptor = self.transport.local_descriptor()
 
@@ -228,7 +228,7 @@ class RemoteEndpoint:
 
     @property
     def epoch(self) -> Epoch:
-        """Its life."""
+        """Its incarnation."""
         return Epoch(self.hello.src)
 
     @property

@@ -1,4 +1,4 @@
-"""Which one of its lives an endpoint is in."""
+"""The incarnation of an endpoint: each start is another one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def boot_ns() -> int:
 
 @frozen
 class Incarnation:
-    """One life of an endpoint: all that it does not choose itself. Simulations give their own.
+    """All that an endpoint does not choose itself. Simulations give their own.
 
     Args:
         epoch: its name, never used before or after.
         process: what it runs in.
         watch: how the process of a peer is watched; raises PeerLostError if it has ended, and TransportError if it
             cannot be seen from here, or (``retryable``) cannot be watched now.
-        born: when it began, in nanoseconds since the boot of ``process.host``: of two lives there the later one counts.
+        born: when it began, in nanoseconds since the boot of ``process.host``: of two there the later one counts.
     """
 
     epoch: Epoch = field(factory=new_epoch)

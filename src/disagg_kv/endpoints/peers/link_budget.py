@@ -6,7 +6,7 @@ import resource
 from math import inf
 
 from ...channels import UNKNOWN_LINK, Channel, SupportsLinkCost
-from ...core import Links, Options
+from ...core import LinkBudget, Options
 from ...transports import LinkCost, Transport
 
 OWN_LINK = LinkCost(10_000, 1)
@@ -34,7 +34,7 @@ def allowed_descriptors(soft: int) -> float:
     return inf if soft == resource.RLIM_INFINITY else max(0, soft - OWN_DESCRIPTORS) / OVER
 
 
-def allowed_links(cost: LinkCost, options: Options, soft: int) -> Links:
+def allowed_links(cost: LinkCost, options: Options, soft: int) -> LinkBudget:
     """The budget in links, at least one.
 
     Args:
@@ -44,7 +44,7 @@ def allowed_links(cost: LinkCost, options: Options, soft: int) -> Links:
     """
     by_descriptors = _times(options.link_descriptors or allowed_descriptors(soft), cost.descriptors)
     limit = max(by_descriptors + 1, _times(by_descriptors * OVER, 1))
-    return Links(min(by_descriptors, _times(options.link_bytes, cost.nbytes)), limit, REST * options.heartbeat_s)
+    return LinkBudget(min(by_descriptors, _times(options.link_bytes, cost.nbytes)), limit, REST * options.heartbeat_s)
 
 
 def _times(whole: float, part: int) -> float:
@@ -52,7 +52,7 @@ def _times(whole: float, part: int) -> float:
     return inf if whole == inf or not part else max(1, int(whole / part))
 
 
-def links_of(channel: Channel, transport: Transport, options: Options) -> Links:
+def budget_of(channel: Channel, transport: Transport, options: Options) -> LinkBudget:
     """The links of an endpoint of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return allowed_links(link_cost(channel, transport), options, soft)

@@ -126,7 +126,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
             def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
-                mapping = loop.connections.mapping
+                mapping = loop.mapping
                 pace, pages, lane = throughput.pace, loop.options.request_pages, loop.lane
                 router = Router(me, pools, chosen.selection, self._schedule, usable, pace, mapping, pages, lane, verify)
                 posts = Posts(loop, StagingSlots(staging.nbytes, slot_bytes), throughput)

@@ -16,7 +16,7 @@ from ...memory import Event, MemoryPool
 from ..arrivals import Arrivals
 from ..handle import ChangeQueue, HostEvent
 from ..loop.event_loop import EventLoop
-from ..peers.used_peers import UsedPeers
+from ..peers.session import UsedPeers
 from ..spans import room_span
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
 from .movers.base import Mover
@@ -210,8 +210,7 @@ class PrefillRooms:
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
             self.transfers.staged.prepared.forget(room)
-            hellos = [route.remote.hello for route in room.routes.values()]
-            self._loop.peer_registry.hold(room.key, self.transfers.posts.owed(room), hellos)
+            self._loop.sessions.hold(room.key, self.transfers.posts.owed(room), room.routes)
         phase, handle, released = machine.phase, room.handle, machine.released
         room.account(self._loop.now, released=released)
         if not handle.shows(phase, released):

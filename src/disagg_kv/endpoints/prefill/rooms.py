@@ -54,7 +54,7 @@ class PrefillSide(PrefillRooms):
     def open(self, key: RoomKey, handle: DeliveryHandle, own: Options, tag: bytes) -> None:
         """Begin a room with its own times, and whatever was parked for it."""
         now = self._loop.now
-        who = self._loop.peer_registry.who
+        who = self._loop.sessions.who
         machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless, who)
         room = PrefillRoom(key, machine, handle, now, own.soon_s, tag)
         handle.report.opened = now
@@ -63,12 +63,11 @@ class PrefillSide(PrefillRooms):
         self._loop.vote(key, None, "")
         reason = self._arrivals.reason(key.room, tag)
         over = None if reason is None else AbortedError(f"{room_name(key.room)}: {reason}")
-        if (error := self._loop.succession.error() or over) is not None:
+        if (error := self._loop.ranks.superseded or over) is not None:
             self._apply(room, machine.cancel(error, now))
         for expect in self._arrivals.parked(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
-            if not self._loop.link_again(expect, self._on_expect):
-                self._on_expect(expect)
+            self._on_expect(expect)
 
     # Frames.
 
@@ -80,7 +79,7 @@ class PrefillSide(PrefillRooms):
             try:
                 self._apply(room, room.machine.handle(epoch, frame, self._loop.now))
             except RemoteProtocolError as exc:
-                registry = self._loop.peer_registry
+                registry = self._loop.sessions
                 error = exc.about(registry.name(epoch), **registry.who(epoch))
                 self._apply(room, room.machine.cancel(error, self._loop.now))
         elif isinstance(frame, Expect):
@@ -127,7 +126,7 @@ class PrefillSide(PrefillRooms):
         self._apply(room, room.machine.decline(epoch, self._join(room, frame), frame, loop.now))
         if epoch not in loop.remotes:
             # Lost already, or it could not be connected: it acknowledges nothing.
-            lost = PeerLostError(f"{loop.peer_registry.name(epoch)} is lost", epoch=epoch)
+            lost = PeerLostError(f"{loop.sessions.name(epoch)} is lost", epoch=epoch)
             self._apply(room, room.machine.handle(epoch, Lost(epoch, lost), loop.now))
 
     def _begin(self, room: PrefillRoom, frame: Expect) -> None:
@@ -143,7 +142,7 @@ class PrefillSide(PrefillRooms):
             return
         generation = self._join(room, frame)
         head = room_head(loop.me.epoch, epoch, name, generation)
-        mapping = loop.connections.mapping(epoch)
+        mapping = loop.mapping(epoch)
         said = None if mapping.pool is None and not mapping.refused else mapping.refused
         loop.send(Send(epoch, Expected(**head, parked=False, lane=loop.lane(epoch).name, unmapped=said)))
         try:
@@ -158,8 +157,8 @@ class PrefillSide(PrefillRooms):
             )
         except Exception as exc:
             # A path may be a user's code: its errors fail this room alone.
-            where = f"{room_name(name)}: no way to send it to {loop.peer_registry.name(epoch)}"
-            error = ours(exc, where, **loop.peer_registry.who(epoch))
+            where = f"{room_name(name)}: no way to send it to {loop.sessions.name(epoch)}"
+            error = ours(exc, where, **loop.sessions.who(epoch))
             self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
             return
         room.routes[epoch] = route
@@ -190,7 +189,7 @@ class PrefillSide(PrefillRooms):
         self._to_flows(lost.peer, lost)
         self._router.forget(lost.peer)
 
-    def on_parted(self, epoch: Epoch) -> None:
+    def forget(self, epoch: Epoch) -> None:
         """Nothing is kept of a rank that is not there."""
         self._router.forget(epoch)
 

@@ -121,7 +121,7 @@ class Side:
 
     def _connected(self, source: Source) -> int:
         """Ranks of an instance that are connected."""
-        here = ("connected", "idle", "silent", "parted")
+        here = ("connected", "idle", "silent")
         return sum(peer.instance == source.instance and peer.state in here for peer in self.endpoint.peers())
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from ....strategies import Tables
 from ....trace import Span
 from ....transports import Settled, WriteEnded
 from ...loop.event_loop import EventLoop
-from ...peers.peer_registry import HeldMemory
+from ...peers.session import HeldMemory
 from ..room import PrefillRoom
 from ..routes import Route
 from ..throughput import ThroughputEstimator
@@ -246,7 +246,7 @@ class Posts:
         try:
             planned = plan(route, transfer, tables)
         except Exception as exc:
-            error = ours(exc, f"{room_name(room.key.room)} towards {self._loop.peer_registry.name(to)}")
+            error = ours(exc, f"{room_name(room.key.room)} towards {self._loop.sessions.name(to)}")
             self._moved(room, to, WriteFailed(segment, error, True))
             return None
         now = self._clock()
