@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from string import whitespace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from ..errors import ConfigurationError, StoreUnreachableError, text_of
 from ..rendezvous import EtcdRendezvous, RequestRendezvous, StoreRendezvous
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+OUTSIDE = frozenset("@?#" + whitespace)
+"""What no ``HOST:PORT`` has."""
 
 STORE_S = 30.0
 """Seconds to wait for a ``TCPStore``: a launcher may start it beside the instances."""
@@ -26,7 +32,7 @@ def meeting_place(given: str) -> tuple[str, Sequence[str], str]:
     listed, _, prefix = place.partition("/")
     members = listed.split(",")
     try:
-        whole = all("@" not in one and (at := urlsplit(f"//{one}")).hostname and at.port for one in members)
+        whole = all(not set(one) & OUTSIDE and (at := urlsplit(f"//{one}")).hostname and at.port for one in members)
     except ValueError as exc:
         raise ConfigurationError(f"rendezvous {given!r}: {exc}") from exc
     if whole and (kind == "etcd" or (kind == "tcp" and len(members) == 1 and not prefix)):
@@ -53,6 +59,8 @@ def meet_at(given: str) -> RequestRendezvous | StoreRendezvous | EtcdRendezvous:
 
 def _store(given: str, member: str) -> TCPStore:
     """The store; on a thread of its own, as torch waits without limit for a server that accepts and says nothing."""
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
+
     host, _, port = member.rpartition(":")
     made: list[TCPStore] = []
     why = "no answer"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
 from disagg_kv.core import Options
+from disagg_kv.endpoints.loop.timing import IDLE_S
 from disagg_kv.geometry import CacheSpec
 from tests.support.calls import calls
+from tests.support.device_copies import DeviceKernels
 from tests.support.rig import Memory, Rig, tp_shards
+from tests.support.rig_parts import FiredEvent
 
 SPEC = CacheSpec.kv(1, 1, 4, "float16")
 QUIET_S = 1.5
@@ -74,3 +78,44 @@ def test_a_step_in_which_nothing_comes_and_nothing_is_due_is_short() -> None:
     for driver in (prefills[0].endpoint.driver, decodes[0].endpoint.driver):
         driver.step(0.0)
         assert calls(partial(driver.step, 0.0)).total() <= 25
+
+
+def test_nothing_goes_on_for_a_transfer_that_waited_for_a_gpu_and_was_given_up() -> None:
+    """Its event, which only polling finds, is asked no more."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="direct", kernels=DeviceKernels())
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="direct")
+    request = rig.request("room", prefills, decodes, 2).open_decode().expect(2).open_prefill()
+    for _ in range(10):
+        turn(rig)
+    request.sends[0].send_chunk(2, prefills[0].pages(prefills[0].take(2)), FiredEvent())
+    turn(rig)
+    loop = prefills[0].endpoint.driver.loop
+    assert loop.pending
+    request.sends[0].abort("enough")
+    rig.until(lambda: request.sends[0].released and request.receives[0].released, "the end")
+    turn(rig)
+    assert not loop.pending
+
+
+@pytest.mark.parametrize("heartbeat_s", [1.0, 20.0])
+def test_ends_of_processes_are_looked_for_however_busy_the_endpoint_is(
+    heartbeat_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that goes on makes every step do something."""
+    rig = Rig(SPEC, options=Options(heartbeat_s=heartbeat_s, silence_s=30.0))
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=(kernels := DeviceKernels()))
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="mapped")
+    request = rig.request("room", prefills, decodes, 2).open_decode().expect(2).open_prefill()
+    for _ in range(10):
+        turn(rig)
+    request.sends[0].send_chunk(2, prefills[0].pages(prefills[0].take(2)))
+    turn(rig)
+    looked = [began := rig.clock()]
+    loop = prefills[0].endpoint.driver.loop
+    monkeypatch.setattr(loop, "_notice_exits", lambda: looked.append(rig.clock()))
+    while rig.clock() < began + 5.0:
+        turn(rig)
+        loop.rest(1.0)
+    assert kernels.queued
+    assert max(after - before for before, after in pairwise((*looked, rig.clock()))) <= IDLE_S + 0.01

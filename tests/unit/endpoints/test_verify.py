@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from disagg_kv.core import Phase, Verify, Wrote, verified
+from disagg_kv.core import Options, Phase, Verify, Wrote, verified
 from disagg_kv.endpoints.prefill.movers.posts import Moved
 from disagg_kv.endpoints.prefill.movers.verified import Summing
 from disagg_kv.errors import IntegrityError, RemoteProtocolError, UnknownNameError
@@ -52,6 +52,40 @@ def test_whatever_the_sides_look_like_what_is_right_passes(pair: str, path: str)
     assert kernels[0].checksums
     assert sum(kernels[1].checksums) >= sum(h.report.segments for h in request.receives)
     rig.quiet()
+
+
+class SlowSums(CountingKernels):
+    """As a CPU that takes 50 ms for each."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__()
+        self._clock = rig.clock
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
+        """See :class:`~disagg_kv.kernels.Kernels`."""
+        self._clock.advance(0.05)
+        return super().checksum(pool, moves, after)
+
+
+@pytest.mark.parametrize("path", ["staged", "direct", "mapped"])
+def test_to_sum_pages_is_a_piece_of_work_that_a_step_ends_after(path: str) -> None:
+    """However many rooms have rows: heartbeats and deadlines come in between."""
+    rig = Rig(KV, options=Options(window=64))
+    memory, kernels = Memory(pages=160), SlowSums(rig)
+    prefills = rig.prefill(tp_shards(KV, 1), memory=memory, strategy=path, kernels=kernels, verify=FULL)
+    decodes = rig.decode(tp_shards(KV, 1), memory=memory, strategy=path)
+    rooms = [rig.request(f"{i}", prefills, decodes, 9).open_decode().expect(9).open_prefill() for i in range(30)]
+    for _ in range(20):
+        rig.turn()
+    for room in rooms:
+        room.send(9).finish()
+    while not all(room.all(Phase.DONE) for room in rooms):
+        before = rig.clock()
+        prefills[0].endpoint.driver.step(0.0)
+        assert rig.clock() - before <= 2 * 0.05
+        rig.clock.advance(0.005)
+        decodes[0].endpoint.driver.step(0.0)
+    assert len(kernels.checksums) >= len(rooms)
 
 
 @pytest.mark.parametrize("wishes", [("off", "full"), ("full", "off"), ("sampled", "full"), ("full", "full")])

@@ -51,6 +51,7 @@ def test_an_address_has_a_kind_members_and_a_prefix(given: str, found: object) -
         "tcp://", "tcp://host", "tcp://host:", "tcp://:7", "tcp://host:0", "tcp://a:1,b:1", "tcp://host:1/prefix",
         "etcd://", "etcd://host", "etcd://host/prefix", "etcd:///prefix", "etcd://a:1,/prefix", "etcd://a:1,b/prefix",
         "etcd://user:secret@host:2379/prefix", "http://host:2379", "https://host:2379", "host:2379", "static", "://a:1",
+        "tcp://host:1?x", "etcd://host:1#x/prefix", "etcd://a:1, b:2/prefix", "etcd://a:1\n/prefix",
     ],
 )  # fmt: skip
 def test_what_names_no_place_is_refused_with_what_does(given: str) -> None:

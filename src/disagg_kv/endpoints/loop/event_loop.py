@@ -71,7 +71,7 @@ class EventLoop(Peering):
         self.idle = IdlePolicy(me.transport.caps)
         self._busy = self._stale = self.left = self.makes_copies = False
         self._copies = True
-        self._deaf_until = self._due_at = -inf
+        self._deaf_until = self._due_at = self._ticked_at = -inf
         self.pauses = Pauses(options.missed * options.heartbeat_s, options.silence_s, self.peers.ended)
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
@@ -181,6 +181,7 @@ class EventLoop(Peering):
         if due or self._commands or self._process_monitor.landing:
             self._all(self._notice_exits)
         if due:
+            self._ticked_at = self.now
             self._all(self._tick_peers, self._tick_verdict, self.ranks.tick, self.side.tick)
             self.next_at()
         if commands and self._commands:
@@ -257,7 +258,8 @@ class EventLoop(Peering):
         """When something is due although nothing comes in."""
         times = self.peers.next_at(), self.verdict.next_at(), self.side.next_at(), self.ranks.look_at
         due = min((t for t in times if t is not None), default=None)
-        self._stale, self._due_at = False, self.now + IDLE_S if due is None else min(due, self.now + IDLE_S)
+        last = self._ticked_at + IDLE_S
+        self._stale, self._due_at = False, last if due is None else min(due, last)
         return due
 
     def inspect(self) -> LoopInspection:

@@ -69,7 +69,8 @@ class TransferQueue:
     def waits(self) -> bool:
         """Whether something is in flight, or waits for an event, that only polling finds; or there is an outcome."""
         posts, copies, gathers = self.posts, self.mapped.running, self.staged.gathering
-        return bool(posts.tickets or posts.outcomes or posts.summing or copies or gathers or self.direct.waits)
+        waits = self.direct.lines.of and self.direct.waits
+        return bool(posts.tickets or posts.outcomes or posts.summing or copies or gathers or waits)
 
     def orders(self, event: Event) -> bool:
         """Whether gathers wait for an event by themselves, so that no thread polls it."""

@@ -60,6 +60,8 @@ class DirectMover:
                     post, writes = one
                     self._posts.post(post, writes, post.after if queued else None)
                     begun.append(post)
+                    if post.route.verifies(room.key.room, transfer.segment):
+                        return begun  # to sum it is a piece of work of its own
         return begun
 
     def _plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes:

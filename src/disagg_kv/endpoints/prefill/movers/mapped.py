@@ -4,8 +4,8 @@ One launch carries all transfers that are ready together. Our kernel reads pages
 whether they live or not: a mapping outlives its owner. So only the event of its end proves that a copy is quiet; the
 end of a peer's process proves nothing about it.
 
-An event that raises fails the rooms, but proves nothing either. The copy is asked again in each step of the loop, and
-is quiet once its event has happened.
+An event that raises fails the rooms, but proves nothing either. The copy is asked again whenever something is due,
+and is quiet once its event has happened.
 
 Such a copy may outlive its endpoint. What it reads and writes stays mapped until its event has happened, or the process
 ends.
@@ -91,6 +91,8 @@ class MappedMover:
             if not budget.take():
                 break
             begun += self._copy(room, transfers)
+            if any(post.route.verifies(room.key.room, post.transfer.segment) for post in begun):
+                break  # to sum them is a piece of work of its own
         return begun
 
     def _copy(self, room: PrefillRoom, transfers: Sequence[Transfer]) -> list[Post]:
