@@ -192,7 +192,8 @@ class Arrivals:
 
     def _end(self, frame: RoomFrame) -> None:
         room, epoch = RoomId(frame.room), Epoch(frame.src)
-        self.forget(room, epoch)
+        if isinstance(self._kept.get(room, {}).get(epoch), Expect):
+            self.forget(room, epoch)
         self._loop.remember([epoch], RoomKey(room, Generation(frame.generation)), RoomOutcome.FAILED)
 
     def _keep(self, frame: Expect | Abort) -> bool:

@@ -270,3 +270,20 @@ def test_a_room_of_a_rank_that_was_replaced_is_refused() -> None:
     assert isinstance(sent.frame, f.Abort)
     assert "lives elsewhere" in sent.frame.reason
     assert one.parked(ROOM) == []
+
+
+def test_an_abort_that_is_repeated_keeps_the_room_over() -> None:
+    """Prefill's thread is late, so decode says again that it has given up: prefill learns why as it opens the room."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    rig.request("first", prefills, decodes, 8).start().landed()
+    request = rig.request("room", prefills, decodes, 8).open_decode()
+    request.receives[0].abort("nobody reads it")
+    prefills[0].frozen = True
+    rig.wait(1.0)
+    prefills[0].frozen = False
+    rig.wait(1.0)
+    request.open_prefill()
+    rig.wait(0.1)
+    assert request.sends[0].phase is Phase.FAILED
+    assert "nobody reads it" in str(request.sends[0].error)

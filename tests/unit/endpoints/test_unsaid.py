@@ -124,6 +124,21 @@ def test_prefill_succeeds_although_one_decode_rank_ends_before_another_one_has_i
     request.finish().landed()
 
 
+@pytest.mark.parametrize("end", [close, crash, replace])
+def test_a_room_that_prefill_gives_up_after_decode_has_it_and_has_ended_is_forgotten(
+    end: Callable[[Rig, Request], None],
+) -> None:
+    """Decode says nothing more, and has nothing to drain."""
+    rig, request = placed("staged", (1, 1), Alone)
+    (prefill,) = request.prefills
+    end(rig, request)
+    rig.wait(4 * SOON.silence_s)
+    request.sends[0].abort("the engine needs it no more")
+    rig.until(lambda: request.sends[0].released, "the release")
+    rig.wait(2 * SOON.silence_s)
+    assert prefill.endpoint.open_rooms == 0
+
+
 class Exit:
     """How a process ends, for those who watch it."""
 

@@ -379,11 +379,11 @@ class Flow(Machine[Sending]):
         self._send(Drained(**self._head, reason=event.reason))
 
     def _on_lost(self, event: Lost) -> None:
+        self._lost = True
         if self._placed is not None:
             self._repeat.clear()
             return
         self.error = ours(event.error, self._name(), **self.who)
-        self._lost = True
         self._stop_moving()
 
     def _on_gone(self, event: Gone) -> None:
