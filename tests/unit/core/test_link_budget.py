@@ -240,3 +240,31 @@ def test_an_incarnation_that_is_replaced_while_rooms_use_it_is_forgotten_when_th
     assert due <= 3.0
     assert forgotten(tick(a, 3.0)) == [epoch(2)]
     assert a.on_hello(hello(2), 4.0) == []
+
+
+@pytest.mark.parametrize("end", ["not admitted", "no link", "denied"])
+def test_no_connection_stays_to_an_address_without_a_peer(end: str) -> None:
+    """Neither to those that a known peer names as its own, nor to those that refuse us."""
+    a = table(inf)
+    meet(a, 2)
+    opened, forgotten = set[str](), set[str]()
+
+    def take(effects: list[PeerEffect]) -> None:
+        opened.update(effect.address for effect in effects if isinstance(effect, SendTo))
+        forgotten.update(effect.address for effect in effects if isinstance(effect, Forget))
+
+    for i in range(40):
+        now, address = 1.0 + i / 10, f"x{i}"
+        if end == "not admitted":
+            take(a.on_hello(structs.replace(hello(2), version=VERSION + 1, address=address), now))
+            continue
+        take(a.dial(address, now))
+        if end == "denied":
+            take(a.on_denied(address))
+        else:
+            take(a.on_refused(Refused(src=epoch(100 + i), dst=ME, address=address, field="links", ours="", theirs="full"), now))
+    for second in range(5, 30):
+        a.on_frame(Heartbeat(src=epoch(2), dst=ME, ask=False), float(second))
+        take(tick(a, float(second)))
+    assert len(opened) >= 40
+    assert opened - forgotten <= {"p2"}

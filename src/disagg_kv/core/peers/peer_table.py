@@ -259,6 +259,8 @@ class PeerTable(KnownPeers):
         out: list[PeerEffect] = [SendTo(hello.address, refused)] if self._answers_to.may(hello.address, now) else []
         if out and Epoch(hello.src) not in self._peers:
             out += self._remember(RefusedLife.of_hello(hello, error))
+        elif out:
+            self._timers.schedule(hello.address, now + self._options.heartbeat_s)
         if self._dials.end(hello.address):
             out.append(Unreachable(hello.address, error))
         return out
@@ -281,6 +283,7 @@ class PeerTable(KnownPeers):
         elif refused.address in self._dials:
             out += self._remember(RefusedLife.of_refused(refused, error, now))
         if self._dials.end(refused.address):
+            self._timers.schedule(refused.address, now + self._options.heartbeat_s)
             out.append(Unreachable(refused.address, error))
         return out
 
@@ -342,6 +345,7 @@ class PeerTable(KnownPeers):
         """The channel sends nothing there; empty: one side does not allow the other. A known peer becomes silent."""
         if not self._dials.end(address):
             return []
+        self._timers.schedule(address, self._now + self._options.heartbeat_s)
         if why:
             return [Unreachable(address, ConfigurationError(f"{address}: {why}", address=address))]
         reason = f"{address}: one of the two sides does not allow the other's public key or user"
