@@ -326,9 +326,7 @@ class CudaIpcTransport:
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; the address is of the context of ``device``."""
         self._check_open()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         reason = self.unmappable(peer, [region], device)
         if reason is not None:
             raise RegistrationError(reason)
@@ -349,8 +347,7 @@ class CudaIpcTransport:
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
         """See :meth:`SupportsFlags.open_flags`; streams of the device of our regions raise flags, if the driver can."""
         self._check_open()
-        if self._peers.get(peer) is None:
-            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        self._peers.known(peer, self.name)
         memory = open_flag_page(peer, page)
         if self._device is not None:
             try:
@@ -370,9 +367,7 @@ class CudaIpcTransport:
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never waits. ``after`` may be made of CUDA's events and of others."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         extents = self._mapped(remote) or Extents((), "peer's")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
         target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)

@@ -188,9 +188,7 @@ class CombinedTransport:
 
     def lane(self, peer: Peer) -> Lane:
         """See :meth:`SupportsLanes.lane`."""
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"{self.name}: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         return evolve(remote.lane, lost=remote.carrier.out) if remote.carrier.failed else remote.lane
 
     # Memory.
@@ -376,9 +374,7 @@ class CombinedTransport:
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; ``after`` where the peer's lane waits for events."""
         self._check_open()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"{self.name}: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         carrier = remote.carrier
         if carrier.failed:
             raise TransportError(f"{self.name}: transport {carrier.name!r}: {carrier.out}")
@@ -532,9 +528,7 @@ class RingingTransport(MappingTransport):
     def open_flags(self, peer: Peer, page: bytes) -> Flags:
         """See :meth:`SupportsFlags.open_flags`; if the peer's lane is the page's."""
         self._check_open()
-        there, remote = unpack(page, _FLAG_PLACE), self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"{self.name}: no peer {peer.hex()}")
+        there, remote = unpack(page, _FLAG_PLACE), self._peers.known(peer, self.name)
         lane = remote.carrier.transport
         if lane.name != there.lane or not isinstance(lane, SupportsFlags):
             raise TransportError(f"the peer's flags are of {there.lane!r}, and its transport is {lane.name!r}")

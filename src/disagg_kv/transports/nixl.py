@@ -256,9 +256,7 @@ class NixlTransport:
         A large one is left to the thread, and so is any while the thread is busy.
         """
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"nixl: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         parts = single(writes, self._table.extents, remote.extents, self._devices, remote.devices)
         if parts is None:
             source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)

@@ -197,9 +197,7 @@ class ShmTransport:
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns. The first write to a region maps it."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"shm: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         if after is not None:
             raise TransportError("shm does not wait for events: wait first")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
@@ -232,9 +230,7 @@ class ShmTransport:
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; its owner keeps the mapping."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"shm: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         reason = self.unmappable(peer, [region], device)
         if reason is not None:
             raise RegistrationError(reason)
@@ -250,8 +246,7 @@ class ShmTransport:
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
         """See :meth:`SupportsFlags.open_flags`."""
         self._home.check()
-        if self._peers.get(peer) is None:
-            raise TransportError(f"shm: no peer {peer.hex()}")
+        self._peers.known(peer, self.name)
         return HostFlags(open_flag_page(peer, page))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
