@@ -58,7 +58,7 @@ OWN = {"check_integrity", "turn", "again"}
 """Methods for tests and simulations, and one that the library calls."""
 
 SPOKEN = {
-    endpoints.PrefillEndpoint: (endpoints.Sender, "peers"),
+    endpoints.PrefillEndpoint: ("open", "step", "poll", "confirm_terminated", "close", "peers"),
     endpoints.DecodeEndpoint: (endpoints.Receiver, "peers"),
     delivery.DeliveryHandle: (endpoints.Delivery,),
     reception.ReceptionHandle: (endpoints.Reception,),

@@ -14,7 +14,7 @@ from ...errors import ConfigurationError, QuarantineFullError
 from ...geometry import Shard
 from ...ids import Epoch, RoomId, room_name
 from ...kernels import Kernels
-from ...memory import Buffer, MemoryPool
+from ...memory import MemoryPool
 from ...planning import Segment
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
@@ -68,6 +68,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         observer: receives spans and counters.
         environment: clock, threads and identity, for tests and simulations.
 
+    Attributes:
+        staging: the ring: where rows land before they are scattered.
+
     Raises:
         ConfigurationError: an argument of another type or out of range; or an explicit path that exposes pages, with
             memory that the transport cannot write to, or that it does not map although the path needs that.
@@ -109,7 +112,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
             movers = ready_kernels(pool, kernels, verify)
             self._ring = ring = made_by(allocator, ring_bytes)
-            self._staging = memory = new_staging(parts.transport, ring_bytes, device)
+            self.staging = memory = new_staging(parts.transport, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
             ring_region, *regions = parts.transport.register([memory, *(pool.buffers if exposed else ())])
             flags, place = new_flag_page(parts.transport, usable) if verify == "off" else (None, b"")
@@ -166,11 +169,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
     def _memory(self) -> Usage:
         leased, stuck = self.leased_bytes, self.quarantined_bytes
         return Usage({}, ring_bytes=self._ring_bytes, ring_used_bytes=leased, quarantined_bytes=stuck)
-
-    @property
-    def staging(self) -> Buffer:
-        """The ring: where rows land before they are scattered."""
-        return self._staging
 
     def inspect(self) -> DecodeInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
