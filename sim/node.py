@@ -100,11 +100,13 @@ class SimNode(SimProcess):
 
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
-        life = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS)
+        me = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS)
         queues = self.side == "decode" or scenario.queues[index]
         self.kernels = (QueueingKernels if queues else SimKernels)(world, self, self.transport)
         verdict = Alone if self.side in scenario.alone else Elected
-        environment = Environment(clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers)
+        environment = Environment(
+            clock=self.clock, sleep=_never, thread=False, incarnation=me, background=self._helpers
+        )
         if self.side == "decode":
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),

@@ -103,9 +103,14 @@ class FleetRank:
         with self.meter.spending(each=1):
             self._build(FleetRendezvous(store, self), Incarnation(self.epoch, process, _unseen, born=life), observer)
 
-    def _build(self, store: FleetRendezvous, life: Incarnation, observer: Observer) -> None:
+    def _build(self, store: FleetRendezvous, me: Incarnation, observer: Observer) -> None:
         environment = Environment(
-            clock=lambda: self.world.now, sleep=_never, thread=False, engine=False, life=life, background=self._helpers
+            clock=lambda: self.world.now,
+            sleep=_never,
+            thread=False,
+            engine=False,
+            incarnation=me,
+            background=self._helpers,
         )
         pool = NullPool()
         if self.role == "decode":

@@ -202,14 +202,14 @@ def _decode(bench: Bench) -> Ready:
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
 
 
-@covers("Environment.__init__", clock="function", sleep="function", thread="flag", engine="flag", life="thing or none",
-        background="function or none")  # fmt: skip
+@covers("Environment.__init__", clock="function", sleep="function", thread="flag", engine="flag",
+        incarnation="thing or none", background="function or none")  # fmt: skip
 def _environment(bench: Bench) -> Ready:
     quiet = {
         "sleep": lambda seconds: None,
         "thread": False,
         "engine": False,
-        "life": None,
+        "incarnation": None,
         "background": None,
     }
     return Environment, {"clock": bench.rig.clock, **quiet}

@@ -342,8 +342,8 @@ class Rig:
 
     def _environment(self, life: Incarnation | None = None) -> Environment:
         if self.threaded:
-            return Environment(life=life)
-        return Environment(clock=self.clock, sleep=_no_sleep, thread=False, engine=self.driven, life=life)
+            return Environment(incarnation=life)
+        return Environment(clock=self.clock, sleep=_no_sleep, thread=False, engine=self.driven, incarnation=life)
 
     def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
         pool = of.pool(spec, held, of) if of.pool else self._paged(spec, held, of, transport)

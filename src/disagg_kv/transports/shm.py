@@ -209,7 +209,8 @@ class ShmTransport:
         except TransportError as error:
             self._events.append(WriteEnded(ticket, error))
             return ticket
-        self._look(peer, remote)
+        if remote.watch.ended():
+            self._note_end(peer, remote)
         if remote.lost:
             self._events.append(WriteEnded(ticket, PeerLostError(f"shm: the process of peer {peer.hex()} has ended")))
             return ticket
@@ -283,12 +284,8 @@ class ShmTransport:
             return b""
         return pack(Place(segment.number, segment.fd, buffer.addr - segment.addr))
 
-    def _look(self, peer: Peer, remote: _Remote) -> None:
-        """Note the end of a peer's process."""
-        if remote.watch.ended():
-            self._note_end(peer, remote)
-
     def _note_end(self, peer: Peer, remote: _Remote) -> None:
+        """A peer's process has ended."""
         if not remote.lost:
             remote.lost = True
             self._events.append(PeerLost(peer, fenced=True))

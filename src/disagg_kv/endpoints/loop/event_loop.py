@@ -168,7 +168,7 @@ class EventLoop(Peering):
         if helped:
             self._helped = False  # before the results are taken: another one may come meanwhile
         acted = helped or bool(self._commands)
-        # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
+        # Ends come first: a room that is opened after a peer's end must not be bound to the incarnation that ended.
         try:
             if self.poll_transport():
                 acted = True

@@ -81,7 +81,7 @@ class Peering:
         self._helped = False
         self.connections = Connections(me.transport, helpers, self._on_help, clock, self.observer, options, ready)
         self.sessions = Sessions(self.peers, options, clock)
-        self._process_monitor = ProcessMonitor(clock, me.life.process, me.life.watch)
+        self._process_monitor = ProcessMonitor(clock, me.incarnation.process, me.incarnation.watch)
 
     def _on_help(self) -> None:
         """On a helper thread: a call that may block has returned."""
@@ -215,7 +215,7 @@ class Peering:
         self.connections.drop(session)
 
     def send(self, send: Send) -> None:
-        """To a life, wherever it is; dropped if it is not known any more."""
+        """To an incarnation, wherever it is; dropped if it is not known any more."""
         address = self.peers.address(send.to)
         if address is None:
             self.observer.count("frames.unroutable")
