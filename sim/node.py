@@ -184,14 +184,19 @@ class SimNode(SimProcess):
     @property
     def behind(self) -> bool:
         """Whether commands or frames did not fit into its last step."""
-        return any(self.view.loop.backlog)
+        return any(self.backlog)
+
+    @property
+    def backlog(self) -> tuple[int, int]:
+        """How many commands and frames wait that did not fit into the last step."""
+        return len(self.view.loop.commands), len(self.view.loop.frames)
 
     def step(self) -> None:
         """One step. However much waits for the process, it gets to its heartbeats and deadlines (I4)."""
         inbox = len(self.channel.inbox)
-        before = self.view.loop.backlog
+        before = self.backlog
         self.endpoint.driver.step()
-        after = self.view.loop.backlog
+        after = self.backlog
         commands, frames = before[0] - after[0], before[1] + inbox - after[1] - len(self.channel.inbox)
         if max(commands, frames) > 2 * self.loop.most:
             what = f"{commands} commands and {frames} frames in one step"

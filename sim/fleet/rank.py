@@ -156,7 +156,8 @@ class FleetRank:
             for _ in range(STEPS):
                 self.endpoint.driver.step()
                 self.steps += 1
-                if not (self.channel.inbox or self.transport.busy or any(self._view.loop.backlog)):
+                loop = self._view.loop
+                if not (self.channel.inbox or self.transport.busy or len(loop.commands) or len(loop.frames)):
                     break
             else:
                 raise AssertionError(f"{self.instance}: {STEPS} steps, in which no time passes")

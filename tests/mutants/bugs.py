@@ -179,7 +179,7 @@ BUGS: Sequence[Mutant] = (
            "if len(self._pending) > self._options.tombstones:\n"
            "        return self._end(key.room, pending, 'many wait')\n    if self._leader_lost:"),
     Mutant("all commands of an engine go before heartbeats",
-           LOOP + "_act", "while self._commands and budget.take():", "while self._commands:"),
+           LOOP + "_act", "while self.commands and budget.take():", "while self.commands:"),
     Mutant("all frames go before heartbeats",
            INBOX + "take", "while self.left and budget.take():", "while self.left:"),
     Mutant("what one turn has no time for is forgotten",

@@ -425,8 +425,8 @@ class Rig:
         assert not self._kept()
 
     def _kept(self) -> bool:
-        return any(not m.closed and m.endpoint.leased_bytes for m in self.decodes) or any(
-            not m.closed and m.endpoint.pinned_slots for m in self.prefills
+        return any(not m.closed and m.endpoint.usage().ring_used_bytes for m in self.decodes) or any(
+            not m.closed and m.endpoint.usage().slots_used for m in self.prefills
         )
 
     def close(self) -> None:

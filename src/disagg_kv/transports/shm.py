@@ -39,20 +39,16 @@ class _Remote:
         self.serial = serial
         self.regions = regions
         self.lost = False
-        self._whose = f"peer {peer.hex()[:8]}'s writable"
+        self.whose = f"peer {peer.hex()[:8]}'s writable"
         # All regions as if they began at 0: a batch is checked before any region of it is mapped.
-        self._named = Extents(((i, 0, far.nbytes) for i, far in regions.items()), self._whose)
+        self._named = Extents(((i, 0, far.nbytes) for i, far in regions.items()), self.whose)
         self._look()
 
     def _look(self) -> None:
         mapped = {i: far.addr for i, far in self.regions.items()}
         self._unmapped = {i for i, addr in mapped.items() if addr is None}
         where = ((i, addr, self.regions[i].nbytes) for i, addr in mapped.items() if addr is not None)
-        self._extents = Extents(where, self._whose)
-
-    def unwritable(self, region: RegionId) -> str:
-        """Why a region that is not among :attr:`regions` cannot be mapped."""
-        return f"shm: {self._whose} region {region} is not registered: it is unknown, or memory of another allocator"
+        self._extents = Extents(where, self.whose)
 
     def buffer(self, region: RegionId) -> Buffer:
         """A region as memory of this process; maps it if it is not mapped yet.
@@ -226,7 +222,8 @@ class ShmTransport:
         if remote is None:
             return f"shm: no peer {peer.hex()}"
         unknown = [region for region in regions if region not in remote.regions]
-        return remote.unwritable(unknown[0]) if unknown else None
+        why = "is not registered: it is unknown, or memory of another allocator"
+        return f"shm: {remote.whose} region {unknown[0]} {why}" if unknown else None
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; its owner keeps the mapping."""

@@ -135,11 +135,6 @@ class Elected(Verdict):
         counted = sum(room.decided is None for room in self._rooms.values())
         return len(self._pending) - len(self._ended) + counted
 
-    @property
-    def remembered(self) -> int:
-        """Rooms that are kept, decided or not."""
-        return len(self._rooms) + len(self._pending)
-
     # The ranks of the instance.
 
     def joined(self, epoch: Epoch, rank: Rank, now: float) -> list[Send | Outcome]:

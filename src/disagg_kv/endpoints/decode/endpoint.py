@@ -156,18 +156,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self.driver.post(partial(self._side.open, key, handle, source, own, tag))
         return handle
 
-    @property
-    def quarantined_bytes(self) -> int:
-        """Bytes of the ring that wait for evidence."""
-        return self._side.quarantined
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of the ring that are leased: to segments on their way, or waiting for evidence."""
-        return self._ring.live_bytes
-
     def _memory(self) -> Usage:
-        leased, stuck = self.leased_bytes, self.quarantined_bytes
+        leased, stuck = self._ring.live_bytes, self._side.quarantined
         return Usage({}, ring_bytes=self._ring_bytes, ring_used_bytes=leased, quarantined_bytes=stuck)
 
     def inspect(self) -> DecodeInspection:

@@ -26,7 +26,7 @@ from ...trace import Observer, Silent
 from ...transports import Transport, between_processes
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
 from ...transports.registry import AUTO
-from ..peers.background import Background, HelperThreads, inline
+from ..peers.background import Background, HelperThreads, Inline
 from ..peers.handshake import EndpointInfo, check_instance
 from ..peers.incarnation import Incarnation
 
@@ -76,7 +76,7 @@ def helpers(environment: Environment, name: str, most: int) -> Background:
     """
     background = environment.background
     if background is None:
-        return HelperThreads(name, most) if environment.thread else inline(name, most)
+        return HelperThreads(name, most) if environment.thread else Inline()
     try:
         made = background(name, most)
     except Exception as exc:

@@ -138,11 +138,6 @@ class Endpoint(ABC, Generic[H, S]):
         """Rooms that are still kept: open ones, and ended ones that wait for evidence or a last answer."""
         return self._side.open_rooms
 
-    def _links(self) -> tuple[int, int]:
-        """How many peers are known, and above how many those are forgotten that no room uses. From any thread."""
-        peers = self._loop.peers
-        return len(peers), int(min(peers.budget.most, self._options.peers))
-
     def _rooms(self) -> Counter[Phase]:
         """By phase, the rooms that are not released. From any thread."""
         states = (handle.state for handle in self._ids.handles())
@@ -150,8 +145,9 @@ class Endpoint(ABC, Generic[H, S]):
 
     def usage(self) -> Usage:
         """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
-        links, most = self._links()
-        return evolve(self._memory(), rooms=self._rooms(), links=links, links_most=most)
+        peers = self._loop.peers
+        most = int(min(peers.budget.most, self._options.peers))
+        return evolve(self._memory(), rooms=self._rooms(), links=len(peers), links_most=most)
 
     @abstractmethod
     def _memory(self) -> Usage:

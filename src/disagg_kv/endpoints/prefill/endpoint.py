@@ -211,14 +211,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         layers, traced = self._pool.site.shard.layers(), self._loop.traced
         return ForwardPass(submitted, layers, self.driver, self._side, cuts, layered=layered, traced=traced)
 
-    @property
-    def pinned_slots(self) -> int:
-        """Staging slots that are being filled or that a write may still read."""
-        return self._transfers.staged.slots.held
-
     def _memory(self) -> Usage:
         stuck = self._side.quarantined_slots * self._slot_bytes
-        return Usage({}, slots=self._slots, slots_used=self.pinned_slots, quarantined_bytes=stuck)
+        return Usage({}, slots=self._slots, slots_used=self._transfers.staged.slots.held, quarantined_bytes=stuck)
 
     def inspect(self) -> PrefillInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
