@@ -163,7 +163,7 @@ def test_another_life_of_a_rank_that_comes_before_its_end_is_noticed_is_the_end_
     assert outcomes(one.on_vote(vote(3, 1, True, RoomId(b"2")), 3.0)) == [(2, True)]
 
 
-def test_what_an_elder_life_of_a_rank_begins_has_failed() -> None:
+def test_what_an_older_incarnation_of_a_rank_begins_has_failed() -> None:
     """Rank 0 answers each of its votes the same, and its uses take no part in the rooms of the younger life."""
     one = leader()
     one.joined(E[3], Rank(1), 1.0)
@@ -174,7 +174,7 @@ def test_what_an_elder_life_of_a_rank_begins_has_failed() -> None:
         assert decisions([answer]) == [(E[1], 11, False)]
         assert isinstance(answer, Send)
         assert isinstance(answer.frame, Decision)
-        assert answer.frame.reason == "another life of rank 1 is there"
+        assert answer.frame.reason == "another incarnation of rank 1 is there"
     one.vote(key(1), True, "", 3.0)
     one.on_vote(vote(2, 22, True), 3.0)
     assert outcomes(one.on_vote(vote(3, 1, True), 3.0)) == [(1, True)]

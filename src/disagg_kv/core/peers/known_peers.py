@@ -86,7 +86,7 @@ class KnownPeers:
         self._peers: dict[Epoch, KnownPeer] = {}
         self._at: dict[str, KnownPeer] = {}
         self.addresses: Mapping[str, KnownPeer] = self._at
-        """The newest incarnation at each address."""
+        """The last incarnation at each address, lost or not; read only."""
         self._idle = IdlePeers()
         self._timers: Timers[KnownPeer | str] = Timers()  # an address: its connection is dropped, unless it is used
         self._forgotten: OrderedDict[Epoch, str] = OrderedDict()
