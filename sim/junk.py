@@ -78,7 +78,7 @@ class JunkCalls:
 
 def _remembered(world: Cluster, node: SimNode) -> list[object]:
     """What is queued, how many rooms there are, and what their handles know."""
-    known: list[object] = [node.view.loop.backlog, len(node.view.rooms)]
+    known: list[object] = [node.backlog, len(node.view.rooms)]
     for entry in world.entries.values():
         if entry.node is node and entry.handle is not None:
             known.append(repr(vars(entry.handle)))

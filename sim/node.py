@@ -100,11 +100,13 @@ class SimNode(SimProcess):
 
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
-        life = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS)
+        me = Incarnation(self.epoch, self.process, self._watch, born=self.life * LIFE_NS)
         queues = self.side == "decode" or scenario.queues[index]
         self.kernels = (QueueingKernels if queues else SimKernels)(world, self, self.transport)
         verdict = Alone if self.side in scenario.alone else Elected
-        environment = Environment(clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers)
+        environment = Environment(
+            clock=self.clock, sleep=_never, thread=False, incarnation=me, background=self._helpers
+        )
         if self.side == "decode":
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
@@ -182,14 +184,19 @@ class SimNode(SimProcess):
     @property
     def behind(self) -> bool:
         """Whether commands or frames did not fit into its last step."""
-        return any(self.view.loop.backlog)
+        return any(self.backlog)
+
+    @property
+    def backlog(self) -> tuple[int, int]:
+        """How many commands and frames wait that did not fit into the last step."""
+        return len(self.view.loop.commands), len(self.view.loop.frames)
 
     def step(self) -> None:
         """One step. However much waits for the process, it gets to its heartbeats and deadlines (I4)."""
         inbox = len(self.channel.inbox)
-        before = self.view.loop.backlog
+        before = self.backlog
         self.endpoint.driver.step()
-        after = self.view.loop.backlog
+        after = self.backlog
         commands, frames = before[0] - after[0], before[1] + inbox - after[1] - len(self.channel.inbox)
         if max(commands, frames) > 2 * self.loop.most:
             what = f"{commands} commands and {frames} frames in one step"

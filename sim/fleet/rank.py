@@ -103,9 +103,14 @@ class FleetRank:
         with self.meter.spending(each=1):
             self._build(FleetRendezvous(store, self), Incarnation(self.epoch, process, _unseen, born=life), observer)
 
-    def _build(self, store: FleetRendezvous, life: Incarnation, observer: Observer) -> None:
+    def _build(self, store: FleetRendezvous, me: Incarnation, observer: Observer) -> None:
         environment = Environment(
-            clock=lambda: self.world.now, sleep=_never, thread=False, engine=False, life=life, background=self._helpers
+            clock=lambda: self.world.now,
+            sleep=_never,
+            thread=False,
+            engine=False,
+            incarnation=me,
+            background=self._helpers,
         )
         pool = NullPool()
         if self.role == "decode":
@@ -151,7 +156,8 @@ class FleetRank:
             for _ in range(STEPS):
                 self.endpoint.driver.step()
                 self.steps += 1
-                if not (self.channel.inbox or self.transport.busy or any(self._view.loop.backlog)):
+                loop = self._view.loop
+                if not (self.channel.inbox or self.transport.busy or len(loop.commands) or len(loop.frames)):
                     break
             else:
                 raise AssertionError(f"{self.instance}: {STEPS} steps, in which no time passes")

@@ -349,7 +349,7 @@ def room_id(value: object) -> bytes:
 
 
 def epoch(value: object) -> bytes:
-    """The 16 bytes that name one life of an endpoint.
+    """The 16 bytes that name one incarnation of an endpoint.
 
     Raises:
         ConfigurationError: another type or length.

@@ -84,7 +84,7 @@ class DisaggKVError(Exception):
         message: what is wrong, with names and numbers.
         instance: name of the instance that the error is about: that of the peer, or of a rank of our own instance.
         rank: the rank in it.
-        epoch: the life of that rank, as in :class:`~disagg_kv.endpoints.PeerInfo`.
+        epoch: the incarnation of that rank, as in :class:`~disagg_kv.endpoints.PeerInfo`.
         address: where it was reached.
         room: id of the room that failed.
         retryable: True: the same may succeed later. False: it will not, before something else is corrected. None: it

@@ -58,7 +58,7 @@ OWN = {"check_integrity", "turn", "again"}
 """Methods for tests and simulations, and one that the library calls."""
 
 SPOKEN = {
-    endpoints.PrefillEndpoint: (endpoints.Sender, "peers"),
+    endpoints.PrefillEndpoint: ("open", "step", "poll", "confirm_terminated", "close", "peers"),
     endpoints.DecodeEndpoint: (endpoints.Receiver, "peers"),
     delivery.DeliveryHandle: (endpoints.Delivery,),
     reception.ReceptionHandle: (endpoints.Reception,),
@@ -202,14 +202,14 @@ def _decode(bench: Bench) -> Ready:
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
 
 
-@covers("Environment.__init__", clock="function", sleep="function", thread="flag", engine="flag", life="thing or none",
-        background="function or none")  # fmt: skip
+@covers("Environment.__init__", clock="function", sleep="function", thread="flag", engine="flag",
+        incarnation="thing or none", background="function or none")  # fmt: skip
 def _environment(bench: Bench) -> Ready:
     quiet = {
         "sleep": lambda seconds: None,
         "thread": False,
         "engine": False,
-        "life": None,
+        "incarnation": None,
         "background": None,
     }
     return Environment, {"clock": bench.rig.clock, **quiet}

@@ -149,7 +149,7 @@ class Trusting(HashPrefixIndex):
 
     def match(self, tokens: object, adapter: bytes = b"") -> PrefixLock:
         lock = super().match([], adapter)
-        key = self._namespace
+        key = self.namespace
         for content in self._contents(tokens, adapter):  # type: ignore[arg-type]  # whatever the machine draws
             key = self._digest(key + content)
             if key not in self._at:

@@ -29,9 +29,9 @@ def check_links(endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
     links, monitor = loop.connections._owners, loop._process_monitor
     held = {
         "remotes": set(loop.remotes),
-        "linked": {link.session.epoch for link in links.values()},
-        "watched": {session.epoch for session in monitor._watches._watched},
-        "ended": {session.epoch for session in monitor.landing},
+        "linked": {link.session.known.epoch for link in links.values()},
+        "watched": {session.known.epoch for session in monitor._watches._watched},
+        "ended": {session.known.epoch for session in monitor.landing},
         "sessions": set(loop.sessions._sessions),
     }
     left = {what: epochs - may_hold(loop) for what, epochs in held.items() if epochs - may_hold(loop)}

@@ -324,9 +324,9 @@ class _Member:
     def waiting(self) -> int:
         """Staging memory that waits for evidence: bytes of the ring on decode, slots on prefill."""
         if self._sender is not None:
-            return self._sender.pinned_slots
+            return self._sender.usage().slots_used
         assert self._receiver is not None
-        return self._receiver.quarantined_bytes
+        return self._receiver.usage().quarantined_bytes
 
     def confirm(self) -> None:
         """The operator says that every peer's process has ended."""

@@ -426,12 +426,12 @@ class Member:
     def quarantined(self) -> int:
         """Decode: bytes that wait for evidence."""
         assert self.receiver is not None
-        return self.receiver.quarantined_bytes
+        return self.receiver.usage().quarantined_bytes
 
     def pinned_slots(self) -> int:
         """Prefill: staging slots that a write may still read."""
         assert self.sender is not None
-        return self.sender.pinned_slots
+        return self.sender.usage().slots_used
 
     def held(self) -> int:
         """Prefill: writes that the transport does not move yet, or copies that have not ended."""

@@ -342,8 +342,8 @@ class Rig:
 
     def _environment(self, life: Incarnation | None = None) -> Environment:
         if self.threaded:
-            return Environment(life=life)
-        return Environment(clock=self.clock, sleep=_no_sleep, thread=False, engine=self.driven, life=life)
+            return Environment(incarnation=life)
+        return Environment(clock=self.clock, sleep=_no_sleep, thread=False, engine=self.driven, incarnation=life)
 
     def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
         pool = of.pool(spec, held, of) if of.pool else self._paged(spec, held, of, transport)
@@ -425,8 +425,8 @@ class Rig:
         assert not self._kept()
 
     def _kept(self) -> bool:
-        return any(not m.closed and m.endpoint.leased_bytes for m in self.decodes) or any(
-            not m.closed and m.endpoint.pinned_slots for m in self.prefills
+        return any(not m.closed and m.endpoint.usage().ring_used_bytes for m in self.decodes) or any(
+            not m.closed and m.endpoint.usage().slots_used for m in self.prefills
         )
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from disagg_kv.core import AnyFrame
-from disagg_kv.endpoints import Delivery, Handle, Receiver, Reception, Sender
+from disagg_kv.endpoints import Delivery, Handle, PrefillEndpoint, Receiver, Reception
 from pictures.all import IMAGES, PICTURES
 from pictures.drawing import Picture
 from pictures.prefix import HELD, ROWS
@@ -61,7 +61,7 @@ def test_the_frames_and_calls_of_the_sequence_exist() -> None:
     assert named <= frames
     assert [name for name in named if name not in words] == []
     calls = [*re.findall(r"(\w+)\(", words), "expect", "poll"]
-    faces = (Sender, Receiver, Delivery, Reception, Handle)
+    faces = (PrefillEndpoint, Receiver, Delivery, Reception, Handle)
     assert len(calls) > 5
     assert [call for call in calls if not any(hasattr(face, call) for face in faces)] == []
 

@@ -36,6 +36,9 @@ class InprocChannel:
         hub: whom it can reach.
         name: its address is ``inproc://name``.
 
+    Attributes:
+        address: where others on the hub reach this inbox.
+
     Raises:
         ConfigurationError: an open channel has that name.
     """
@@ -46,7 +49,7 @@ class InprocChannel:
 
     def __init__(self, hub: Hub, name: str) -> None:
         self._hub = hub
-        self._address = f"inproc://{name}"
+        self.address = f"inproc://{name}"
         self._frames = 0
         self._inbox: deque[News] = deque()
         self._closed = False
@@ -55,15 +58,10 @@ class InprocChannel:
         self._woken = False
         self._waiting: list[SimpleQueue[None]] = []
         with hub._lock:
-            if self._address in hub._open:
-                raise ConfigurationError(f"channel {self._address}: the address is in use")
-            hub._open[self._address] = self
-            self._announce(Opened(self._address))
-
-    @property
-    def address(self) -> str:
-        """Where others on the hub reach this inbox."""
-        return self._address
+            if self.address in hub._open:
+                raise ConfigurationError(f"channel {self.address}: the address is in use")
+            hub._open[self.address] = self
+            self._announce(Opened(self.address))
 
     def send(self, address: str, frame: bytes) -> bool:
         """Put a frame into the other inbox. False: no open inbox has that address, or it is full.
@@ -130,8 +128,8 @@ class InprocChannel:
             self._inbox.clear()
             for address in [a for a, watchers in self._hub._watchers.items() if self in watchers]:
                 self.forget(address)
-            del self._hub._open[self._address]
-            self._announce(Closed(self._address))
+            del self._hub._open[self.address]
+            self._announce(Closed(self.address))
             self.wake()
 
     def _put(self, event: News) -> None:
@@ -139,5 +137,5 @@ class InprocChannel:
         self.wake()
 
     def _announce(self, event: Closed | Opened) -> None:
-        for watcher in self._hub._watchers.get(self._address, {}):
+        for watcher in self._hub._watchers.get(self.address, {}):
             watcher._put(event)

@@ -102,6 +102,9 @@ class UnixChannel(Waits):
         bind: ``unix:///path``.
         high_water: messages that wait per destination; more are dropped. Frames that are sent together are one message.
 
+    Attributes:
+        address: where others reach this inbox.
+
     Raises:
         ConfigurationError: an address that is in use or cannot be bound.
     """
@@ -115,7 +118,7 @@ class UnixChannel(Waits):
             raise ConfigurationError(f"channel {bind!r}: not {SCHEME}/path")
         high_water = arguments.count(high_water, f"channel {bind!r}: high_water", least=1)
         self._home = Home(f"the channel {bind!r}")
-        self._address = bind
+        self.address = bind
         self._high_water = high_water
         self._file = Path(bind.removeprefix(SCHEME))
         if not hasattr(select, "epoll"):
@@ -139,11 +142,6 @@ class UnixChannel(Waits):
             except (OSError, ValueError) as exc:
                 raise ConfigurationError(f"channel {bind!r}: cannot be bound: {exc}") from exc
             self._made = made.pop_all()
-
-    @property
-    def address(self) -> str:
-        """Where others reach this inbox."""
-        return self._address
 
     def send(self, address: str, frame: bytes) -> bool:
         """Hand a frame over; never blocks. False: dropped, as the queue is full, the connection lost, the address bad.

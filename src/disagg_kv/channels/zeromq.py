@@ -127,6 +127,9 @@ class ZmqChannel(Waits):
             of at most MAX_FRAME bytes.
         unencrypted_network: True: addresses of other hosts are allowed without keys.
 
+    Attributes:
+        address: where others reach this inbox; with the real port, and our public key where there are keys.
+
     Raises:
         ConfigurationError: an address that leaves the host without keys, is in use or cannot be bound; keys together
             with ``unencrypted_network``; ``advertise`` is no such host, or none is found.
@@ -186,7 +189,7 @@ class ZmqChannel(Waits):
         alone = claimed(bind, Path(bind.removeprefix("ipc://"))) if local else nullcontext()
         try:
             with alone:
-                self._address = self._listen(bind)
+                self.address = self._listen(bind)
         except ConfigurationError:
             self.close()
             raise
@@ -213,11 +216,6 @@ class ZmqChannel(Waits):
         if self._advertise is not None and (reason := _refusal(address, self._anywhere)) is not None:
             raise ConfigurationError(f"channel {bind!r}: advertise {self._advertise!r}: {reason}")
         return address if self._keys is None else with_key(address, self._keys.public)
-
-    @property
-    def address(self) -> str:
-        """Where others reach this inbox; with the real port, and our public key where there are keys."""
-        return self._address
 
     def send(self, address: str, frame: bytes) -> bool:
         """Hand a frame over; never blocks. False: dropped, as the queue is full, the connection lost, the address bad.

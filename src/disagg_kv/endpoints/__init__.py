@@ -5,12 +5,10 @@ from .api import (
     Handle,
     Receiver,
     Reception,
-    Sender,
     Step,
     SupportsFileno,
     SupportsStatus,
     SupportsUsage,
-    SupportsWait,
 )
 from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
@@ -42,12 +40,10 @@ __all__ = [
     "Report",
     "Retry",
     "RoomInfo",
-    "Sender",
     "Step",
     "SupportsFileno",
     "SupportsStatus",
     "SupportsUsage",
-    "SupportsWait",
     "Usage",
     "attempt_id",
     "format_peers",

@@ -20,7 +20,7 @@ of those needs. If an exception interrupts ``close``, closing continues; call ``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..core import Phase
@@ -29,7 +29,6 @@ from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RoomId
 from ..memory import Event, Mark
 from ..rendezvous import Source
-from ..strategies import Feature
 from .expectation import Expectation
 from .status import EndpointStatus, PeerInfo, Report, Usage
 
@@ -51,18 +50,6 @@ class SupportsUsage(Protocol):
 
     def peers(self) -> Sequence[PeerInfo]:
         """Return every peer that is connected or still holds memory here."""
-        ...
-
-
-class SupportsWait(Protocol):
-    """An endpoint to which an engine that has nothing to do lends its thread."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Advance the endpoint on the calling thread until ``poll`` has something; False: it had nothing in that time.
-
-        Raises:
-            EndpointBrokenError: the endpoint cannot go on.
-        """
         ...
 
 
@@ -130,7 +117,7 @@ class Delivery(Handle, Protocol):
         ...
 
     def check_chunk(self, stop: int, pages: Sequence[PageTable]) -> None:
-        """Raise what :meth:`send_chunk` and :meth:`Sender.step` would raise for these rows; nothing else happens.
+        """Raise what :meth:`send_chunk` would raise for these rows, as a pass would; nothing else happens.
 
         One room that is refused fails a whole ``step``, so an engine with many requests in a step asks first.
 
@@ -247,56 +234,32 @@ class Step(Protocol):
         ...
 
 
-class Sender(Protocol):
-    """A prefill rank's endpoint."""
+class Receiver(Protocol):
+    """A decode rank's endpoint."""
 
     def open(
         self,
         room: RoomId,
+        source: Source,
         *,
         tag: bytes = b"",
         total_s: float | None = None,
         claim_s: float | None = None,
-    ) -> Delivery:
-        """Open a room. Every room that this returns ends, even if another thread calls ``close`` at the same time.
+    ) -> Reception:
+        """Open a room that the prefill instance ``source`` sends.
 
-        Args:
-            room: 1 to 64 bytes; :func:`~disagg_kv.endpoints.room_id` makes them of text. Equal on both sides, and used
-                once: a retry has another id, see :func:`~disagg_kv.endpoints.attempt_id`.
-            tag: at most 256 bytes, such as a digest of the prompt. A decode instance that opens the room with another
-                tag fails with an :class:`~disagg_kv.errors.IntegrityError`, and the room stays open for others.
-            total_s: seconds after which the room fails; None: as in the endpoint's options.
-            claim_s: seconds after ``finish`` after which the room fails if no decode rank has asked for it; None: as in
-                the endpoint's options.
+        Arguments and errors are those of :meth:`~disagg_kv.endpoints.PrefillEndpoint.open`.
 
-        Raises:
-            ConfigurationError: an id that is not 1 to 64 bytes, or a time that is not positive and finite.
-            LocalProtocolError: the id was used before, or the endpoint is closed.
-            QuarantineFullError: too much staging memory waits for evidence.
-            SupersededError: another process has taken the place of this rank.
+        ``claim_s`` are the seconds after ``expect`` after which the room fails if prefill has not opened it.
         """
         ...
 
-    def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()) -> Step:
-        """Announce a forward pass, so that grants are requested before the rows are computed.
-
-        All ranks of an instance must announce the same passes.
-
-        Args:
-            chunks: per room ``stop`` and ``pages``, as for :meth:`Delivery.send_chunk`.
-            uses: features that the engine uses in this pass. Some features forbid layer groups.
-
-        Raises:
-            GeometryError: as :meth:`Delivery.send_chunk`.
-            LocalProtocolError: a room is not open or does not grow, or the endpoint is closed.
-        """
-        ...
-
-    def poll(self) -> Sequence[Delivery]:
+    def poll(self) -> Sequence[Reception]:
         """Return the rooms whose ``phase`` or ``released`` changed since the last call.
 
         Changes are kept until the next call, one entry per room. ``phase`` and ``released`` of a returned handle stay
         as they are until the next call, or the endpoint's end. So one call alone returns a handle that is released.
+        An engine polls once per step.
 
         Raises:
             EndpointBrokenError: the endpoint cannot go on.
@@ -328,49 +291,4 @@ class Sender(Protocol):
             LocalProtocolError: the endpoint's own thread calls, for example in an event; nothing is closed.
             TransportError: the transport could not be closed; everything else is closed.
         """
-        ...
-
-
-class Receiver(Protocol):
-    """A decode rank's endpoint."""
-
-    def open(
-        self,
-        room: RoomId,
-        source: Source,
-        *,
-        tag: bytes = b"",
-        total_s: float | None = None,
-        claim_s: float | None = None,
-    ) -> Reception:
-        """Open a room that the prefill instance ``source`` sends; see :meth:`Sender.open`.
-
-        ``claim_s`` are the seconds after ``expect`` after which the room fails if prefill has not opened it.
-        """
-        ...
-
-    def poll(self) -> Sequence[Reception]:
-        """Return the rooms whose ``phase`` or ``released`` changed since the last call; see :meth:`Sender.poll`.
-
-        An engine polls once per step.
-        """
-        ...
-
-    def peers(self) -> Sequence[PeerInfo]:
-        """Return every peer that is connected or still holds memory here. Any thread may call it."""
-        ...
-
-    def confirm_terminated(self, epoch: Epoch | str) -> None:
-        """Declare that the process of a peer has ended: evidence that memory held for it may be reused.
-
-        Args:
-            epoch: the peer's epoch, as in :class:`PeerInfo`; or its 32 hex digits.
-
-        Raises:
-            UnknownNameError: no such epoch is known; the message lists those that hold memory here.
-        """
-        ...
-
-    def close(self, drain_s: float = 5.0) -> None:
-        """Abort the open rooms, wait at most ``drain_s`` seconds for evidence, and stop; see :meth:`Sender.close`."""
         ...

@@ -26,24 +26,25 @@ def room_state(room: RoomId, phase: Phase, released: bool) -> str:
 
 
 class RoomHandle:
-    """Outcome and ownership of one room, live."""
+    """Outcome and ownership of one room, live.
+
+    Attributes:
+        room: its id.
+        error: why it failed.
+        report: what it cost so far.
+    """
 
     def __init__(self, room: RoomId) -> None:
-        self._room = room
+        self.room = room
         self._state = (Phase.CONNECTING, False)
         self._published: tuple[Phase, bool] | None = None
         self._shown: tuple[Phase, bool] | None = None  # what ``poll`` returned it with; None: not by the last call
         self.listed = False  # whether ``Changes`` has an entry for it
-        self._error: DisaggKVError | None = None
-        self._report = Report()
+        self.error: DisaggKVError | None = None
+        self.report = Report()
 
     def __repr__(self) -> str:
-        return arguments.brief(self, lambda: room_state(self._room, self.phase, self.released))
-
-    @property
-    def room(self) -> RoomId:
-        """Its id."""
-        return self._room
+        return arguments.brief(self, lambda: room_state(self.room, self.phase, self.released))
 
     @property
     def phase(self) -> Phase:
@@ -60,23 +61,13 @@ class RoomHandle:
         """``phase`` and ``released`` of one moment."""
         return self._state
 
-    @property
-    def error(self) -> DisaggKVError | None:
-        """Why it failed."""
-        return self._error
-
-    @property
-    def report(self) -> Report:
-        """What it cost so far."""
-        return self._report
-
     def break_down(self, error: DisaggKVError) -> bool:
         """Endpoint's thread, as it ends: a room that has not ended fails now, and is never released; False: it has."""
         phase, released = self._state
         self.show_live()  # ``poll`` returns nothing any more
         if phase in (Phase.DONE, Phase.FAILED):
             return False
-        self._error = error.about(room=self._room)
+        self.error = error.about(room=self.room)
         self._state = (Phase.FAILED, released)
         return True
 
@@ -96,16 +87,13 @@ class RoomHandle:
         """Show the present state again: another ``poll`` begins, or none will."""
         self._shown = None
 
-    def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
-        """Endpoint's thread: take over the machine's state; True if the engine should look."""
-        if self.shows(phase, released):
-            return False
-        if phase in (Phase.DONE, Phase.FAILED) and self._report.ended is None:
-            self._report.ended = at
+    def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> None:
+        """Endpoint's thread: take over the machine's state."""
+        if phase in (Phase.DONE, Phase.FAILED) and self.report.ended is None:
+            self.report.ended = at
         # The error is there before the state that makes the engine look at it.
-        self._error = self._error or error
+        self.error = self.error or error
         self._state = (phase, released)
-        return True
 
 
 class ChangeQueue(Generic[H]):

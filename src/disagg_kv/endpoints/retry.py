@@ -158,27 +158,27 @@ class _Current:
 
 @define(eq=False, repr=False)
 class Recovering:
-    """A request over all its attempts; a :class:`Reception`."""
+    """A request over all its attempts; a :class:`Reception`.
 
-    _room: RoomId
+    Attributes:
+        room: the id of the request; that of its first attempt.
+        error: why the last attempt failed; None while another is to come.
+    """
+
+    room: RoomId
     _open: Callable[[RoomId, Source, float], Reception]
     _policy: Recovery
     _until: float
     _clock: Callable[[], float]
     _current: _Current
     _expected: Expectation | None = field(default=None, init=False)
-    _error: DisaggKVError | None = field(default=None, init=False)
+    error: DisaggKVError | None = field(default=None, init=False)
     _aborted: bool = field(default=False, init=False)
     _seen: tuple[Phase, bool] = field(default=(Phase.CONNECTING, False), init=False)
 
     def __repr__(self) -> str:
-        room = self._room
+        room = self.room
         return arguments.brief(self, lambda: f"{room_state(room, self.phase, self.released)}, attempt {self.attempts}")
-
-    @property
-    def room(self) -> RoomId:
-        """The id of the request; that of its first attempt."""
-        return self._room
 
     @property
     def attempts(self) -> int:
@@ -194,7 +194,7 @@ class Recovering:
     def phase(self) -> Phase:
         """The present attempt's; CONNECTING while the next is to begin."""
         phase = self._current.reception.phase
-        if phase is Phase.FAILED and self._error is None:
+        if phase is Phase.FAILED and self.error is None:
             return Phase.CONNECTING
         return phase
 
@@ -202,12 +202,7 @@ class Recovering:
     def released(self) -> bool:
         """True, for good: no attempt follows, and nothing reads or writes the pages any more."""
         current = self._current
-        return current.reception.released and (current.reception.phase is not Phase.FAILED or self._error is not None)
-
-    @property
-    def error(self) -> DisaggKVError | None:
-        """Why the last attempt failed; None while another is to come."""
-        return self._error
+        return current.reception.released and (current.reception.phase is not Phase.FAILED or self.error is not None)
 
     @property
     def report(self) -> Report:
@@ -226,8 +221,8 @@ class Recovering:
         """See :meth:`Handle.abort`; no attempt follows."""
         arguments.one(reason, "reason", str)
         self._aborted = True
-        if self._current.reception.phase is Phase.FAILED and self._error is None:
-            self._error = AbortedError(f"{room_name(self.room)}: {reason}", room=self.room)
+        if self._current.reception.phase is Phase.FAILED and self.error is None:
+            self.error = AbortedError(f"{room_name(self.room)}: {reason}", room=self.room)
         self._current.reception.abort(reason)
 
     def due(self, reported: Container[int]) -> bool:
@@ -237,7 +232,7 @@ class Recovering:
     def look(self) -> bool:
         """Go on where an attempt has failed; True if the engine should look at the request."""
         current = self._current
-        if current.reception.phase is Phase.FAILED and self._error is None:
+        if current.reception.phase is Phase.FAILED and self.error is None:
             self._after(current)
         now = (self.phase, self.released)
         changed, self._seen = now != self._seen, now
@@ -256,12 +251,12 @@ class Recovering:
                 except Exception as exc:
                     # A policy is the engine's code: its errors end this request alone.
                     where = f"{room_name(self.room)}: the policy failed after attempt {failed.number}"
-                    self._error = ours(exc, where, room=self.room)
+                    self.error = ours(exc, where, room=self.room)
                     return
         if self._aborted or current.next_source is None:
-            self._error = error
+            self.error = error
         elif left <= 0:
-            self._error = DeadlineError(
+            self.error = DeadlineError(
                 f"{room_name(self.room)}: its time was over before attempt {failed.number + 1} could begin: {error}",
                 room=self.room,
             )
@@ -269,7 +264,7 @@ class Recovering:
             try:
                 following = self._open(failed.next_id, current.next_source, left)
             except DisaggKVError as exc:
-                self._error = exc
+                self.error = exc
                 return
             self._current = _Current(failed.number + 1, current.next_source, following)
             if self._expected is not None:

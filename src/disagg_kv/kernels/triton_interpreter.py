@@ -13,7 +13,7 @@ from .base import Move, PageMove
 from .checksum.mixing import U64
 from .triton_copies import CopyCall, CopyPatterns, PoolWords
 from .triton_kernels import ELEMENTS, Launchable, Tuning
-from .triton_kinds import Kind, filled, numbers_of
+from .triton_kinds import Kind, numbers_of
 from .triton_tables import Call, Planes, Shape
 
 
@@ -39,7 +39,7 @@ class Interpreter:
             after.synchronize()
         if call.entries:
             words = np.zeros(call.words, np.int64)
-            shape = filled(call, words, words.ctypes.data, staging.addr, self._tuning.tile_bytes, self._kind)
+            shape = call.write(words, words.ctypes.data, staging.addr, self._tuning.tile_bytes, numbers_of(self._kind))
             self._run(planes, words, call.entries * shape.tiles, shape)
 
     def sums(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:

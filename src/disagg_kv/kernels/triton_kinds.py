@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve, field, frozen
 
-from ..geometry import I64, PlaneConversion
+from ..geometry import PlaneConversion
 from ..geometry.formats import FLOATS
 from ..geometry.layout import Rule
 from ..memory import PagedMemory
 from ..planning import PageCopy, StagedLayout
 from .base import Move, PageMove, converts
-from .triton_tables import WIDEST, Call, CellBytes, Planes, Shape
+from .triton_tables import WIDEST, CellBytes, Planes, Shape
 
 
 @frozen(cache_hash=True)
@@ -52,13 +52,6 @@ class Kind:
 def numbers_of(kind: Kind | None) -> CellBytes | None:
     """What calls of a kind depend on; None where bytes are copied as they are."""
     return None if kind is None else kind.numbers
-
-
-def filled(call: Call, into: I64, at: int, staging: int, tile_bytes: int, kind: Kind | None) -> Shape:
-    """Write a call's table; see :meth:`.triton_tables.Call.write`."""
-    if kind is None:
-        return call.write(into, at, staging, tile_bytes)
-    return call.write_converted(into, at, staging, kind.numbers, tile_bytes)
 
 
 class Kinds:

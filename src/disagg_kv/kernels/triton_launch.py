@@ -17,7 +17,7 @@ from .cuda_queue import CudaQueue, Mark
 from .triton_entry import Entry, entry_of
 from .triton_interpreter import Interpreter
 from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Tuning, check_launcher
-from .triton_kinds import Kind, filled, shapes
+from .triton_kinds import Kind, numbers_of, shapes
 from .triton_pool_tables import PoolTables
 from .triton_slots import ArgumentSlot, ArgumentSlots
 from .triton_tables import ENTRY, Call, Shape
@@ -307,7 +307,7 @@ class Launcher(Host):
         if slot is None:
             return None
         try:
-            shape = filled(call, slot.words, slot.addr, staging.addr, self._tuning.tile_bytes, self._kind)
+            shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes, numbers_of(self._kind))
         except Exception:
             context.slots.give(slot, slot.event)
             raise

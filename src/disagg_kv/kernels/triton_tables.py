@@ -358,7 +358,7 @@ class Call:
         """Per move and group: its first entry's first row, and the place of its page ids."""
         self.words = self.entries * ENTRY + self._ids.words
 
-    def write(self, into: I64, at: int, staging: int, tile_bytes: int) -> Shape:
+    def write(self, into: I64, at: int, staging: int, tile_bytes: int, numbers: CellBytes | None = None) -> Shape:
         """Write the table.
 
         Args:
@@ -366,6 +366,7 @@ class Call:
             at: the address at which the kernels will find what ``into`` holds now.
             staging: address of the staging buffer.
             tile_bytes: what one program shall move, a power of two.
+            numbers: of cells that are converted; None: bytes are copied as they are.
 
         Raises:
             UnsupportedError: more than the kernels can count.
@@ -374,15 +375,9 @@ class Call:
         for move in self._moves:
             bits |= staging + move.base
         self._fill(into, at, [staging + move.base for move in self._moves])
+        if numbers is not None:
+            return self._pattern.shape_of_cells(numbers, bits, tile_bytes)
         return self._pattern.shape(bits, tile_bytes)
-
-    def write_converted(self, into: I64, at: int, staging: int, numbers: CellBytes, tile_bytes: int) -> Shape:
-        """As :meth:`write`, for cells that are converted."""
-        bits = 0
-        for move in self._moves:
-            bits |= staging + move.base
-        self._fill(into, at, [staging + move.base for move in self._moves])
-        return self._pattern.shape_of_cells(numbers, bits, tile_bytes)
 
     def write_sums(self, into: I64, at: int, places: I64, tile_bytes: int, numbers: CellBytes | None = None) -> Shape:
         """Write the table of a checksum, and a sum of 0 for every entry behind it.

@@ -19,12 +19,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 from attrs import define
 
 from .. import arguments
+from ..closing import Closing
 from ..errors import ConfigurationError, LocalProtocolError, MissingDependencyError
 from ..ids import Rank, Role, RoomId, room_name, room_text
 from ..trace import Span
@@ -73,7 +73,7 @@ class _Followed:
         return self.offset_ns + int(seconds * 1e9)
 
 
-class OpenTelemetryObserver:
+class OpenTelemetryObserver(Closing):
     """The :class:`~disagg_kv.trace.Observer` of one endpoint; a context closes it.
 
     A room's span is called ``disagg_kv.prefill`` or ``disagg_kv.decode``. Its children are ``disagg_kv.queue``,
@@ -176,14 +176,6 @@ class OpenTelemetryObserver:
         if followed is not None:
             followed.span.set_status(Status(StatusCode.ERROR, reason))
             followed.span.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _end(followed: _Followed, span: Span) -> None:

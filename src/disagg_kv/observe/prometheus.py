@@ -19,10 +19,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 from .. import arguments
+from ..closing import Closing
 from ..core import Phase
 from ..endpoints import PeerState, SupportsUsage
 from ..errors import ConfigurationError, MissingDependencyError, text_of
@@ -86,7 +86,7 @@ class _Ended(_Histogram):
         self.nbytes = self.segments = self.writes = 0
 
 
-class PrometheusObserver:
+class PrometheusObserver(Closing):
     """The :class:`~disagg_kv.trace.Observer` of one endpoint, made by :meth:`PrometheusMetrics.observer`.
 
     A context closes it.
@@ -141,14 +141,6 @@ class PrometheusObserver:
     def close(self) -> None:
         """Remove all series of this endpoint. Another one may then take its labels. May be repeated."""
         self._metrics.remove(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, into: dict[Metric, Family]) -> None:
         """Add the series of this endpoint to those of others."""

@@ -21,12 +21,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from attrs import define
 
 from .. import arguments
+from ..closing import Closing
 from ..core import Phase
 from ..endpoints import EndpointStatus, PeerInfo, RoomInfo, SupportsStatus
 from ..errors import ConfigurationError, DisaggKVError, text_of
@@ -65,12 +64,15 @@ class _Client:
     until: float
 
 
-class StatusSocket:
+class StatusSocket(Closing):
     """A socket on which ``disagg-kv top`` reads an endpoint; a context closes it.
 
     Args:
         endpoint: it may end before or after the socket.
         folder: for the socket. It is created with mode 0700; None: that in which ``disagg-kv top`` looks.
+
+    Attributes:
+        path: where it is.
 
     Raises:
         ConfigurationError: no endpoint; or a folder of another user, or that others may enter; or too long a path; or
@@ -87,7 +89,7 @@ class StatusSocket:
         check_folder(place, make=True)
         try:
             _sweep(place)
-            self._listener, self._path = _listen(place)
+            self._listener, self.path = _listen(place)
         except OSError as exc:
             raise ConfigurationError(f"folder {str(place)!r}: no socket can be made there: {text_of(exc)}") from exc
         self._wake, self._woken = socket.socketpair()
@@ -96,11 +98,6 @@ class StatusSocket:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="disagg_kv status", daemon=True)
         self._thread.start()
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self._path
 
     def close(self) -> None:
         """End it and remove its file. May be repeated.
@@ -112,16 +109,8 @@ class StatusSocket:
         if self._thread.is_alive():
             self._wake.send(b"x")
             self._thread.join()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         self._wake.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # On the thread.
 
@@ -148,7 +137,7 @@ class StatusSocket:
         try:
             connection, _ = self._listener.accept()
         except OSError as exc:
-            log.warning("%s: a client could not be accepted: %s", self._path, text_of(exc))
+            log.warning("%s: a client could not be accepted: %s", self.path, text_of(exc))
             time.sleep(FRESH_S)  # no descriptor is free: the connection stays in the queue
             return
         connection.setblocking(False)
@@ -200,7 +189,7 @@ class StatusSocket:
                 text = _encoded(document(self._endpoint.status(ROOMS)))
             except Exception as exc:
                 kind = exc.code if isinstance(exc, DisaggKVError) else type(exc).__name__
-                log.warning("%s: the endpoint could not be read: %s", self._path, text_of(exc))
+                log.warning("%s: the endpoint could not be read: %s", self.path, text_of(exc))
                 text = _encoded(_failure(kind, text_of(exc)))
             self._document = text, time.monotonic()
         return text

@@ -55,6 +55,9 @@ class Intake:
     Args:
         parts: for each writer, by rank, what it was elected to send.
         stages: runs of layers that the target needs and that the same writers hold, ascending: a segment lies in one.
+
+    Attributes:
+        room: which rows the sizes are for, as far as they depend on that.
     """
 
     parts: tuple[tuple[Share, ...], ...]
@@ -65,7 +68,7 @@ class Intake:
     _first: int
     _kinds: tuple[tuple[range, tuple[Extent, ...]], ...]  # runs of layers whose components have the same extents
     _slides: bool
-    _room: RowRange = EVERY
+    room: RowRange = EVERY
     _known: PlanCache[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=PlanCache, eq=False, repr=False)
     _rooms: PlanCache[RowRange, Intake] = field(init=False, factory=PlanCache, eq=False, repr=False)
     _cuts: PlanCache[_Cut, tuple[Segment, ...]] = field(init=False, factory=PlanCache, eq=False, repr=False)
@@ -117,14 +120,9 @@ class Intake:
         found = self._rooms.get(rows)
         return self._rooms.keep(rows, attrs.evolve(self, room=rows)) if found is None else found
 
-    @property
-    def room(self) -> RowRange:
-        """Which rows the sizes are for, as far as they depend on that."""
-        return self._room
-
     def floor(self, start: int) -> int:
         """The first token of which anything is sent: ``start``, or where a window begins before it."""
-        stop = self._room.stop
+        stop = self.room.stop
         return min(
             (e.bounds(start, stop)[0] for _, extents in self._kinds for e in extents if not e.rows), default=start
         )
@@ -138,7 +136,7 @@ class Intake:
         assert rows.stop is not None
         boxes: list[Segment] = []
         for layers, extents in self._kinds:
-            tokens = [e.bounds(rows.start, self._room.stop)[0] for e in extents if not e.rows]
+            tokens = [e.bounds(rows.start, self.room.stop)[0] for e in extents if not e.rows]
             if tokens and min(tokens) < rows.stop:
                 boxes.append(Segment(min(tokens), rows.stop, layers.start, layers.stop))
             states = max(e.rows for e in extents)
@@ -286,7 +284,7 @@ class Intake:
             row_bytes: list[int] = (
                 self._row_bytes[box.last - self._first] - self._row_bytes[box.first - self._first]
             ).tolist()
-            room, both = self._room, zip(self._shares, row_bytes, strict=True)
+            room, both = self.room, zip(self._shares, row_bytes, strict=True)
             known = [
                 (share, n, *share.extent.bounds(room.start, room.stop))
                 for share, n in both

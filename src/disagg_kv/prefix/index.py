@@ -53,6 +53,10 @@ class HashPrefixIndex:
         namespace: see :func:`namespace_of`; two namespaces never share a page.
         digest: of a page's key and tokens.
 
+    Attributes:
+        page_rows: rows of a page.
+        namespace: see :attr:`PrefixIndex.namespace`.
+
     Raises:
         ConfigurationError: ``page_rows`` or ``pages`` are not positive, or more than 2^31.
     """
@@ -64,9 +68,9 @@ class HashPrefixIndex:
         arguments.function(digest, "digest")
         if page_rows < 1 or not 1 <= pages <= 1 << 31:
             raise ConfigurationError(f"an index of {pages} pages of {page_rows} rows")
-        self._page_rows = page_rows
+        self.page_rows = page_rows
         self._pages = pages
-        self._namespace = namespace
+        self.namespace = namespace
         self._digest = digest
         self._at: dict[bytes, int] = {}
         self._key: list[bytes] = []
@@ -80,16 +84,6 @@ class HashPrefixIndex:
         self._now = 0
         # (used, page) of leaves without a lock; entries that are no leaves any more, or were used since, are skipped.
         self._leaves: list[int] = []
-
-    @property
-    def page_rows(self) -> int:
-        """Rows of a page."""
-        return self._page_rows
-
-    @property
-    def namespace(self) -> bytes:
-        """See :attr:`PrefixIndex.namespace`."""
-        return self._namespace
 
     @property
     def evictable(self) -> int:
@@ -108,8 +102,8 @@ class HashPrefixIndex:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.match`."""
         adapter = arguments.octets(adapter, "adapter", most=4096)
         contents = self._contents(tokens, adapter)
-        lock = PrefixLock(adapter, self._page_rows)
-        key, before = self._namespace, _ROOT
+        lock = PrefixLock(adapter, self.page_rows)
+        key, before = self.namespace, _ROOT
         for content in contents:
             key = self._digest(key + content)
             page = self._at.get(key)
@@ -128,7 +122,7 @@ class HashPrefixIndex:
         rows = arguments.count(rows, "rows", least=-arguments.MOST, error=GeometryError)
         if not 0 <= rows <= lock.rows:
             raise GeometryError(f"{rows} rows, but the lock has {lock.rows}")
-        keep = rows // self._page_rows
+        keep = rows // self.page_rows
         dropped, lock.ids = lock.ids[keep:], lock.ids[:keep]
         self._drop(dropped)
 
@@ -139,7 +133,7 @@ class HashPrefixIndex:
         given = list(arguments.counts(pages, "pages", least=-arguments.MOST, error=GeometryError))
         self._check_pages(given, lock, contents)
         before = lock.ids[-1] if lock.ids else _ROOT
-        key = self._key[before] if lock.ids else self._namespace
+        key = self._key[before] if lock.ids else self.namespace
         taken: list[int] = []
         spare: list[int] = []
         for n, (page, content) in enumerate(zip(given, contents[len(lock.ids) :], strict=True)):
@@ -198,7 +192,7 @@ class HashPrefixIndex:
             raise ConfigurationError(f"tokens must be a flat list of integers, not {given.dtype} of {given.shape}")
         if given.size and not 0 <= int(given.min()) <= int(given.max()) < 1 << 31:
             raise ConfigurationError(f"token ids must be 0 to 2^31-1, not {int(given.min())} to {int(given.max())}")
-        size = 4 * self._page_rows
+        size = 4 * self.page_rows
         data = given.astype("<i4", copy=False).tobytes()
         contents = [data[at : at + size] for at in range(0, len(data) // size * size, size)]
         if contents:
@@ -285,7 +279,7 @@ class HashPrefixIndex:
         for page in live:
             before, content = self._before[page], self._content[page]
             assert content is not None
-            key = self._namespace if before == _ROOT else self._key[before]
+            key = self.namespace if before == _ROOT else self._key[before]
             assert self._key[page] == self._digest(key + content)
             assert self._at.get(self._key[page]) == page
             if before != _ROOT:

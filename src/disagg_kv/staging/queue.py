@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Generic, TypeVar
@@ -79,6 +79,10 @@ class GrantQueue(Generic[P, K]):
         peer_fraction: limit of one peer while several are known.
         lease_fraction: limit of a single lease.
 
+    Attributes:
+        lease_limit: bytes of the largest lease.
+        leases: the live leases; read only.
+
     Raises:
         ConfigurationError: fractions outside (0, 1], or a lease limit above one of the other limits.
     """
@@ -105,7 +109,7 @@ class GrantQueue(Generic[P, K]):
         self._ring = ring
         self._lookahead_limit = int(ring.capacity * lookahead_fraction)
         self._peer_limit = int(ring.capacity * peer_fraction)
-        self._lease_limit = int(ring.capacity * lease_fraction)
+        self.lease_limit = int(ring.capacity * lease_fraction)
         self._lookahead_held = 0
         self._quarantined = 0
         self._peers: dict[P, _Peer[P, K]] = {}
@@ -113,22 +117,12 @@ class GrantQueue(Generic[P, K]):
         self._active: dict[P, _Peer[P, K]] = {}
         self._turns = 0
         self._waiting: dict[K, _Waiting[P, K]] = {}
-        self._granted: dict[K, GrantedLease[P]] = {}
-
-    @property
-    def lease_limit(self) -> int:
-        """Bytes of the largest lease."""
-        return self._lease_limit
+        self.leases: dict[K, GrantedLease[P]] = {}
 
     @property
     def waiting(self) -> int:
         """How many requests have no lease yet."""
         return len(self._waiting)
-
-    @property
-    def leases(self) -> Mapping[K, GrantedLease[P]]:
-        """The live leases; read only."""
-        return self._granted
 
     def quarantined_bytes(self, peer: P | None = None) -> int:
         """Bytes in quarantine: of one peer, or of all peers."""
@@ -183,13 +177,13 @@ class GrantQueue(Generic[P, K]):
         """
         if nbytes < 1:
             raise ConfigurationError(f"staging request {key!r} of {peer!r}: {nbytes} bytes, must be positive")
-        if nbytes > self._lease_limit:
-            raise OversizeError(f"staging request {key!r} of {peer!r}: the largest lease", nbytes, self._lease_limit)
-        if key in self._granted or key in self._waiting:
+        if nbytes > self.lease_limit:
+            raise OversizeError(f"staging request {key!r} of {peer!r}: the largest lease", nbytes, self.lease_limit)
+        if key in self.leases or key in self._waiting:
             self._check_same(peer, key, nbytes)
             if not lookahead:
                 self.promote(key)
-            granted = self._granted.get(key)
+            granted = self.leases.get(key)
             return None if granted is None else granted.lease
         alone = not self._waiting
         wanted = _Waiting(peer, key, nbytes, lookahead)
@@ -199,7 +193,7 @@ class GrantQueue(Generic[P, K]):
 
     def promote(self, key: K) -> None:
         """Look-ahead data became ready: it waits behind its peer's other ready data. Otherwise nothing happens."""
-        granted, waiting = self._granted.get(key), self._waiting.get(key)
+        granted, waiting = self.leases.get(key), self._waiting.get(key)
         if granted is not None and granted.lookahead:
             granted.lookahead = False
             self._lookahead_held -= granted.lease.nbytes
@@ -221,9 +215,9 @@ class GrantQueue(Generic[P, K]):
         Raises:
             LocalProtocolError: ``key`` has no lease.
         """
-        if key not in self._granted:
+        if key not in self.leases:
             raise LocalProtocolError(f"staging request {key!r} has no lease to put in quarantine")
-        granted = self._granted[key]
+        granted = self.leases[key]
         if not granted.quarantined:
             granted.quarantined = True
             self._quarantined += granted.lease.nbytes
@@ -237,7 +231,7 @@ class GrantQueue(Generic[P, K]):
         """
         if key in self._waiting:
             raise LocalProtocolError(f"staging request {key!r} has no lease to release, it still waits")
-        granted = self._granted.pop(key, None)
+        granted = self.leases.pop(key, None)
         if granted is None:
             return
         self._ring.release(granted.lease)
@@ -251,7 +245,7 @@ class GrantQueue(Generic[P, K]):
 
     def granted(self, key: K) -> Lease | None:
         """The live lease, unless it is in quarantine; None: there is none."""
-        granted = self._granted.get(key)
+        granted = self.leases.get(key)
         return None if granted is None or granted.quarantined else granted.lease
 
     def grants(self) -> list[tuple[K, Lease]]:
@@ -265,7 +259,7 @@ class GrantQueue(Generic[P, K]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts do not add up or a limit is broken."""
-        if not self._granted and not self._waiting:
+        if not self.leases and not self._waiting:
             for name, peer in self._peers.items():
                 counted = (peer.held, peer.quarantined, len(peer.ready), len(peer.ahead))
                 assert counted == (0, 0, 0, 0), f"{name!r} has nothing, {counted} are counted"
@@ -275,7 +269,7 @@ class GrantQueue(Generic[P, K]):
             assert not self._lookahead_held, f"look-ahead holds {self._lookahead_held} bytes of nothing"
             return
         held, stuck, ahead = dict.fromkeys(self._peers, 0), dict.fromkeys(self._peers, 0), 0
-        for granted in self._granted.values():
+        for granted in self.leases.values():
             assert granted.peer in held, "a lease without a known peer"
             nbytes = granted.lease.nbytes
             held[granted.peer] += nbytes
@@ -299,7 +293,7 @@ class GrantQueue(Generic[P, K]):
                     assert waiting.peer == name, f"{key!r} waits in the line of {name!r}"
                     assert peer.line(waiting.lookahead) is line, f"{key!r} waits in the wrong line"
         assert lines == len(self._waiting), f"{lines} requests are in line, {len(self._waiting)} wait"
-        assert not self._waiting.keys() & self._granted.keys(), "a key both waits and has a lease"
+        assert not self._waiting.keys() & self.leases.keys(), "a key both waits and has a lease"
         assert self._quarantined == sum(stuck.values()), f"{self._quarantined} bytes are counted to wait for evidence"
         assert ahead == self._lookahead_held <= self._lookahead_limit, f"look-ahead holds {ahead} bytes"
 
@@ -320,7 +314,7 @@ class GrantQueue(Generic[P, K]):
             del self._peers[peer]
 
     def _check_same(self, peer: P, key: K, nbytes: int) -> None:
-        granted = self._granted.get(key)
+        granted = self.leases.get(key)
         if granted is None:
             before = (self._waiting[key].peer, self._waiting[key].nbytes)
         else:
@@ -371,7 +365,7 @@ class GrantQueue(Generic[P, K]):
         self._turns += 1
         peer.turn = self._turns
         del self._waiting[wanted.key], peer.line(wanted.lookahead)[wanted.key]
-        self._granted[wanted.key] = GrantedLease(wanted.peer, lease, wanted.lookahead)
+        self.leases[wanted.key] = GrantedLease(wanted.peer, lease, wanted.lookahead)
         peer.held += lease.nbytes
         if wanted.lookahead:
             self._lookahead_held += lease.nbytes
@@ -382,7 +376,7 @@ class GrantQueue(Generic[P, K]):
         align, capacity = self._ring.alignment, self._ring.capacity
         stuck = sorted(
             (granted.lease.offset, -(-(granted.lease.offset + granted.lease.nbytes) // align) * align)
-            for granted in self._granted.values()
+            for granted in self.leases.values()
             if granted.quarantined or granted.lookahead or self._peers[granted.peer].suspended
         )
         return any(right - left >= nbytes for (_, left), (right, _) in pairwise([(0, 0), *stuck, (capacity, capacity)]))

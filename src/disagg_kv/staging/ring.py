@@ -21,6 +21,11 @@ class RingStagingAllocator:
         capacity: bytes of the buffer, a positive multiple of ``alignment``.
         alignment: bytes to which every lease's start is aligned.
 
+    Attributes:
+        capacity: bytes of the whole buffer.
+        alignment: bytes to which every lease's start is aligned.
+        live_bytes: bytes that live leases occupy, rounding to the alignment included.
+
     Raises:
         ConfigurationError: ``capacity`` is not a positive multiple of ``alignment``.
     """
@@ -30,23 +35,13 @@ class RingStagingAllocator:
             raise ConfigurationError(
                 f"a ring of {capacity} bytes: the capacity must be a positive multiple of the alignment, {alignment}"
             )
-        self._capacity = capacity
-        self._alignment = alignment
+        self.capacity = capacity
+        self.alignment = alignment
         self._head = 0
         # By place in the buffer, in the order granted: the first is the oldest. ``_places``: its keys, ascending.
         self._live: dict[int, Lease] = {}
         self._places: list[int] = []
-        self._live_bytes = 0
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the whole buffer."""
-        return self._capacity
-
-    @property
-    def alignment(self) -> int:
-        """Bytes to which every lease's start is aligned."""
-        return self._alignment
+        self.live_bytes = 0
 
     @property
     def tail(self) -> VirtualOffset:
@@ -59,11 +54,6 @@ class RingStagingAllocator:
         """How many leases are not released yet."""
         return len(self._live)
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that live leases occupy, rounding to the alignment included."""
-        return self._live_bytes
-
     def reserve(self, nbytes: int) -> Lease | None:
         """The next ``nbytes`` free bytes at or after the head, in one round at most; None: wait for a release.
 
@@ -73,15 +63,15 @@ class RingStagingAllocator:
         """
         if nbytes < 1:
             raise ConfigurationError(f"a lease of {nbytes} bytes: must be positive")
-        if nbytes > self._capacity:
-            raise OversizeError("staging ring", nbytes, self._capacity)
+        if nbytes > self.capacity:
+            raise OversizeError("staging ring", nbytes, self.capacity)
         size = self._occupied(nbytes)
         start = self._head
-        once_round = start + self._capacity
+        once_round = start + self.capacity
         while start < once_round:
-            place = start % self._capacity
-            if place + size > self._capacity:
-                start += self._capacity - place
+            place = start % self.capacity
+            if place + size > self.capacity:
+                start += self.capacity - place
             elif (free_from := self._last_end_before(place + size)) > place:
                 start += free_from - place
             else:
@@ -98,16 +88,16 @@ class RingStagingAllocator:
         Raises:
             LocalProtocolError: the lease belongs to another ring.
         """
-        live = self._live.get(lease.offset) if lease.capacity == self._capacity else None
+        live = self._live.get(lease.offset) if lease.capacity == self.capacity else None
         if live is lease:
             del self._live[lease.offset]
             del self._places[bisect_left(self._places, lease.offset)]
-            self._live_bytes -= self._occupied(lease.nbytes)
+            self.live_bytes -= self._occupied(lease.nbytes)
             return
-        foreign = lease.capacity != self._capacity or lease.start % self._alignment or lease.end > self._head
+        foreign = lease.capacity != self.capacity or lease.start % self.alignment or lease.end > self._head
         if foreign or (live is not None and live.start == lease.start):
             raise LocalProtocolError(
-                f"{lease} is not from this ring of {self._capacity} bytes with its head at {self._head}"
+                f"{lease} is not from this ring of {self.capacity} bytes with its head at {self._head}"
             )
 
     def check_integrity(self) -> None:
@@ -116,18 +106,18 @@ class RingStagingAllocator:
         leases = [self._live[place] for place in self._places]
         for place, lease in zip(self._places, leases, strict=True):
             assert lease.offset == place, f"{lease} is kept at {place}"
-            assert lease.start % self._alignment == 0, f"{lease} is not aligned"
-            assert place + self._occupied(lease.nbytes) <= self._capacity, f"{lease} straddles the end"
+            assert lease.start % self.alignment == 0, f"{lease} is not aligned"
+            assert place + self._occupied(lease.nbytes) <= self.capacity, f"{lease} straddles the end"
             assert lease.end <= self._head, f"{lease} ends after the head, {self._head}"
         for left, right in pairwise(leases):
             assert left.offset + self._occupied(left.nbytes) <= right.offset, f"{left} overlaps {right}"
         ages = [lease.start for lease in self._live.values()]
         assert ages == sorted(ages), "the oldest lease is not the first"
         occupied = sum(self._occupied(lease.nbytes) for lease in leases)
-        assert occupied == self._live_bytes, f"{occupied} bytes are live, {self._live_bytes} are counted"
+        assert occupied == self.live_bytes, f"{occupied} bytes are live, {self.live_bytes} are counted"
 
     def _occupied(self, nbytes: int) -> int:
-        return -(-nbytes // self._alignment) * self._alignment
+        return -(-nbytes // self.alignment) * self.alignment
 
     def _last_end_before(self, place: int) -> int:
         """The end of the last live lease that begins before ``place``; 0 if there is none."""
@@ -138,9 +128,9 @@ class RingStagingAllocator:
         return lease.offset + self._occupied(lease.nbytes)
 
     def _grant(self, start: int, nbytes: int, size: int) -> Lease:
-        lease = Lease(VirtualOffset(start), nbytes, self._capacity)
+        lease = Lease(VirtualOffset(start), nbytes, self.capacity)
         self._live[lease.offset] = lease
         insort(self._places, lease.offset)
-        self._live_bytes += size
+        self.live_bytes += size
         self._head = start + size
         return lease

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from attrs import frozen
@@ -24,6 +24,9 @@ from ..transports import PeerLost, Settled, SupportsAllocate, SupportsFlags, Tra
 from ..transports.flags import words_of
 
 TransportEvent = WriteEnded | Settled | PeerLost
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Memory(Protocol):
@@ -211,15 +214,25 @@ def _serve(pipe: Connection, factory: Callable[[], Transport], memory: Memory) -
             if end is not None:
                 end.work()
         try:
-            name, args = pipe.recv()
+            name, args, named = pipe.recv()
         except EOFError:
             return
         try:
             if end is None or name == "open":
                 end = End(factory, memory)
-            pipe.send(None if name == "open" else getattr(end, name)(*args))
+            pipe.send(None if name == "open" else getattr(end, name)(*args, **named))
         except DisaggKVError as error:
             pipe.send(_Raised(error))
+
+
+def _asked(method: Callable[Concatenate[End, P], R]) -> Callable[Concatenate[Child, P], R]:
+    """The same method of the end in the child."""
+
+    def ask(child: Child, /, *args: P.args, **named: P.kwargs) -> R:
+        answer: R = child._ask(method.__name__, *args, **named)
+        return answer
+
+    return ask
 
 
 class Child:
@@ -244,79 +257,24 @@ class Child:
         """Begin again with a new transport; the one before must be closed."""
         self._ask("open")
 
-    def add(self, data: U8) -> RegionId:
-        """See :meth:`End.add`."""
-        return RegionId(self._ask("add", data))
-
-    def add_plain(self, data: U8) -> RegionId:
-        """See :meth:`End.add_plain`."""
-        return RegionId(self._ask("add_plain", data))
-
-    def add_part(self, data: U8, first: int, nbytes: int) -> RegionId:
-        """See :meth:`End.add_part`."""
-        return RegionId(self._ask("add_part", data, first, nbytes))
-
-    def read_whole(self, region: RegionId) -> U8:
-        """See :meth:`End.read_whole`."""
-        return np.asarray(self._ask("read_whole", region))
-
-    def rest(self, resting: bool) -> None:
-        """See :meth:`End.rest`."""
-        self._ask("rest", resting)
-
-    def drop(self, region: RegionId) -> None:
-        """See :meth:`End.drop`."""
-        self._ask("drop", region)
-
-    def forget(self, region: RegionId) -> None:
-        """See :meth:`End.forget`."""
-        self._ask("forget", region)
-
-    def read(self, region: RegionId) -> U8:
-        """See :meth:`End.read`."""
-        return np.asarray(self._ask("read", region))
-
-    def fill(self, region: RegionId, data: U8) -> None:
-        """See :meth:`End.fill`."""
-        self._ask("fill", region, data)
-
-    def flag_page(self, nbytes: int) -> bytes:
-        """As :meth:`End.flag_page`."""
-        place: bytes = self._ask("flag_page", nbytes)
-        return place
-
-    def words(self) -> list[int]:
-        """As :meth:`End.words`."""
-        words: list[int] = self._ask("words")
-        return words
-
-    def descriptor(self) -> bytes:
-        """See :meth:`End.descriptor`."""
-        return bytes(self._ask("descriptor"))
-
-    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`End.connect`."""
-        return Peer(self._ask("connect", descriptor, timeout_s))
-
-    def submit(self, peer: Peer, writes: Writes) -> Ticket:
-        """See :meth:`End.submit`."""
-        return Ticket(self._ask("submit", peer, writes))
-
-    def write_on(self, peer: Peer, writes: Writes) -> None:
-        """See :meth:`End.write_on`."""
-        self._ask("write_on", peer, writes)
-
-    def events(self) -> Sequence[TransportEvent]:
-        """See :meth:`End.events`."""
-        return list(self._ask("events"))
-
-    def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`End.close`."""
-        return tuple(self._ask("close", drain_s))
-
-    def stacks(self) -> str:
-        """See :meth:`End.stacks`."""
-        return str(self._ask("stacks"))
+    add = _asked(End.add)
+    add_plain = _asked(End.add_plain)
+    add_part = _asked(End.add_part)
+    read_whole = _asked(End.read_whole)
+    rest = _asked(End.rest)
+    drop = _asked(End.drop)
+    forget = _asked(End.forget)
+    read = _asked(End.read)
+    fill = _asked(End.fill)
+    flag_page = _asked(End.flag_page)
+    words = _asked(End.words)
+    descriptor = _asked(End.descriptor)
+    connect = _asked(End.connect)
+    submit = _asked(End.submit)
+    write_on = _asked(End.write_on)
+    events = _asked(End.events)
+    close = _asked(End.close)
+    stacks = _asked(End.stacks)
 
     def pause(self) -> None:
         """Freeze the process; returns once every thread of it stands still."""
@@ -342,10 +300,10 @@ class Child:
         self._process.close()
         self._pipe.close()
 
-    def _ask(self, name: str, *args: object) -> Any:
+    def _ask(self, name: str, *args: object, **named: object) -> Any:
         # A late answer would be taken for that to the next question.
         assert self._owed is None, f"the child did not answer {self._owed!r} before"
-        self._pipe.send((name, args))
+        self._pipe.send((name, args, named))
         self._owed = name
         assert self._pipe.poll(self._timeout_s), f"the child did not answer {name!r} within {self._timeout_s} s"
         self._owed = None

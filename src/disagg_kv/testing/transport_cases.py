@@ -9,7 +9,7 @@ import pytest
 from ..transports import Transport
 from ..transports.descriptor import later_version
 from .ends import Child, End, HostMemory, Memory
-from .pair import Pair
+from .pair import Pair, wait
 from .skips import SaysSkips
 
 NBYTES = 1 << 16
@@ -78,6 +78,12 @@ class TransportCases(SaysSkips):
         yield Pair(end, target, NBYTES, self.timeout_s)
         end.close(self.timeout_s)
         target.close(self.timeout_s)
+
+    def lose(self, pair: Pair, victim: Child) -> None:
+        """Kill the target, and wait until the source has reported that."""
+        victim.kill()
+        victim.wait()
+        wait(lambda: pair.log.lost(pair.peer), lambda: pair.log.add(pair.source.events()), self.timeout_s, "the loss")
 
 
 class VictimCases(TransportCases):

@@ -9,7 +9,7 @@ from ..ids import Peer
 from ..transports import Flags, SupportsFlags
 from ..transports.flags import SLOT_WORDS, WORD, Record, raised
 from .ends import Child, End
-from .pair import Pair, wait
+from .pair import Pair
 from .transport_cases import TransportCases
 
 SLOTS = 256
@@ -100,10 +100,7 @@ class FlagCases(TransportCases):
         raising, flags = self.raising(apart), self.opened(apart)
         page = victim.flag_page(NBYTES)
         device = apart.source.buffer(apart.local).device
-        victim.kill()
-        victim.wait()
-        log = apart.log
-        wait(lambda: log.lost(apart.peer), lambda: log.add(apart.source.events()), self.timeout_s, "the loss")
+        self.lose(apart, victim)
         flag = flags.arm(0, 1, (0, 1, 0, 1, 0), device)
         assert flag is not None
         self.memory().raise_flag(flag)

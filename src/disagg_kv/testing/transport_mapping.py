@@ -163,10 +163,7 @@ class MappingCases(TransportCases):
         """It is lost; what comes back in its place is another peer, with mappings of its own."""
         mapping, device = self.mapping(apart), apart.source.buffer(apart.local).device
         old = self.mapped(apart)
-        victim.kill()
-        victim.wait()
-        log = apart.log
-        wait(lambda: log.lost(apart.peer), lambda: log.add(apart.source.events()), self.timeout_s, "the loss")
+        self.lose(apart, victim)
         with pytest.raises(PeerLostError):
             self.mapped(apart)
         fresh = Child(self.factory(), self.memory(), self.timeout_s)

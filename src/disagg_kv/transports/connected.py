@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
+from ..errors import TransportError
 from ..ids import Peer
 
 
@@ -35,6 +36,16 @@ class Connected(Generic[R]):
     def get(self, peer: Peer) -> R | None:
         """What is known of a peer."""
         return self.all.get(peer)
+
+    def known(self, peer: Peer, transport: str) -> R:
+        """What the transport of this name knows of a peer.
+
+        Raises:
+            TransportError: nothing.
+        """
+        if (known := self.all.get(peer)) is None:
+            raise TransportError(f"{transport}: no peer {peer.hex()}")
+        return known
 
     def add(self, peer: Peer, found: R) -> R:
         """Keep the result of a connect, unless the known one's ``serial`` is as high or higher; return the kept one."""

@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
-import msgspec
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from ..errors import (
     MissingDependencyError,
@@ -36,7 +35,7 @@ from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
 from .cuda_api import Cuda, Gpu, Mark, Stream
 from .cuda_driver import driver as this_driver
-from .cuda_memory import OWNER, CudaFlags, Opened, Owner, index, unreachable
+from .cuda_memory import OWNER, PLACE, CudaFlags, Opened, Owner, Place, exported, index, said, unreachable
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .flags import HostFlags
 from .memfd import new_flag_page, open_flag_page
@@ -48,17 +47,6 @@ log = logging.getLogger("disagg_kv")
 
 _LOOK_S = 0.0002
 """How often ``close`` looks whether copies have ended."""
-
-
-@frozen
-class _Place:
-    """Where a region lies: byte ``offset`` of the allocation that ``handle`` opens."""
-
-    handle: bytes
-    offset: int
-
-
-_PLACE = msgspec.msgpack.Decoder(_Place)
 
 
 _LEFT: list[_Remote] = []
@@ -85,7 +73,7 @@ class _Remote:
     watch: Watch
     serial: int
     regions: tuple[Region, ...]
-    places: Mapping[RegionId, _Place]
+    places: Mapping[RegionId, Place]
     opened: dict[tuple[int, bytes], Opened] = field(factory=dict)
     device: int = 0
     extents: Extents | None = None
@@ -153,7 +141,7 @@ class CudaIpcTransport:
         self._me = Peer(uuid.uuid4().bytes)
         self._owner = Owner(Process.own(), namespace("ipc"))
         self._table = RegionTable(self.caps.devices)
-        self._places: dict[RegionId, _Place] = {}
+        self._places: dict[RegionId, Place] = {}
         self._device: str | None = None
         self._peers: Connected[_Remote] = Connected()
         self._exits: Exits[Peer] = Exits()
@@ -163,7 +151,6 @@ class CudaIpcTransport:
         self._flag_pages = count(1)
         self._unquiet: set[Ticket] = set()
         self._events: list[WriteEnded | Settled | PeerLost] = []
-        self._closed = False
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`.
@@ -171,16 +158,16 @@ class CudaIpcTransport:
         Raises:
             RegistrationError: also for memory of a second device, and for memory that no other process can open.
         """
-        self._check_open()
+        self._home.check_open()
         regions = self._table.add(buffers)
         device = self._device
         try:
             places, gpu = [], self._owner.gpu
             for buffer in buffers:
                 if device not in (None, buffer.device):
-                    raise RegistrationError(f"{_said(buffer)}: the transport's other regions lie on {device!r}")
+                    raise RegistrationError(f"{said(buffer)}: the transport's other regions lie on {device!r}")
                 device = buffer.device
-                places.append(self._export(buffer))
+                places.append(exported(self._cuda, buffer))
                 gpu = gpu or self._gpu(buffer)
         except BaseException:
             self._table.remove(regions)
@@ -194,27 +181,11 @@ class CudaIpcTransport:
         try:
             return self._cuda.gpus()[index(buffer.device)]
         except (TransportError, IndexError) as error:
-            raise RegistrationError(f"{_said(buffer)}: this process sees no such GPU: {error}") from error
-
-    def _export(self, buffer: Buffer) -> _Place:
-        device = index(buffer.device)
-        try:
-            base, nbytes = self._cuda.segment(device, buffer.addr)
-            shareable = self._cuda.shareable(device, buffer.addr)
-            if shareable and buffer.addr + buffer.nbytes <= base + nbytes:
-                return _Place(self._cuda.export(device, base), buffer.addr - base)
-        except TransportError as error:
-            raise RegistrationError(f"{_said(buffer)}: no memory of a GPU, or none to share: {error}") from error
-        if shareable:
-            raise RegistrationError(f"{_said(buffer)}: goes beyond its allocation of {nbytes} bytes at {base:#x}")
-        raise RegistrationError(
-            f"{_said(buffer)}: mapped piecewise or pooled, which CUDA IPC cannot share; allocate without "
-            "'expandable_segments:True' and 'backend:cudaMallocAsync' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
-        )
+            raise RegistrationError(f"{said(buffer)}: this process sees no such GPU: {error}") from error
 
     def deregister(self, regions: Sequence[RegionId]) -> None:
         """See :meth:`Transport.deregister`; no fence: a peer that has mapped the memory can go on writing to it."""
-        self._check_open()
+        self._home.check_open()
         self._table.remove(regions)
         for region in regions:
             del self._places[region]
@@ -236,10 +207,10 @@ class CudaIpcTransport:
             PeerLostError: the peer's process has ended.
             TransportError: it is this process, of another host or PID namespace, or its GPU cannot be reached.
         """
-        self._check_open()
+        self._home.check_open()
         remote = decode(descriptor, self.name)
         owner = unpack(remote.blob, OWNER)
-        places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions}
+        places = {r.id: unpack(r.blob, PLACE) for r in remote.regions}
         if owner.process == self._owner.process:
             raise TransportError("cuda_ipc: the peer is in this process, and CUDA opens other processes' memory only")
         known = self._peers.get(remote.incarnation)
@@ -274,7 +245,7 @@ class CudaIpcTransport:
                     remote.extents = self._map(remote, remote.regions, remote.places)
         return remote.extents
 
-    def _map(self, remote: _Remote, regions: Sequence[Region], places: Mapping[RegionId, _Place]) -> Extents | None:
+    def _map(self, remote: _Remote, regions: Sequence[Region], places: Mapping[RegionId, Place]) -> Extents | None:
         """Open what of these regions is not open yet; one thread at a time, and ``submit`` uses what was before."""
         if self._device is None:
             return None
@@ -285,7 +256,7 @@ class CudaIpcTransport:
         where = [(region.id, addr, region.nbytes) for region, (addr, _) in found]
         return Extents(where, f"peer {remote.peer.hex()[:8]}'s")
 
-    def _open(self, remote: _Remote, device: int, region: Region, place: _Place) -> tuple[int, Opened]:
+    def _open(self, remote: _Remote, device: int, region: Region, place: Place) -> tuple[int, Opened]:
         """A region's address for a device, and what keeps it; ``remote.mapping`` is held, or ``remote`` is still new.
 
         Raises:
@@ -325,10 +296,8 @@ class CudaIpcTransport:
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; the address is of the context of ``device``."""
-        self._check_open()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        self._home.check_open()
+        remote = self._peers.known(peer, self.name)
         reason = self.unmappable(peer, [region], device)
         if reason is not None:
             raise RegistrationError(reason)
@@ -343,14 +312,13 @@ class CudaIpcTransport:
 
     def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
         """See :meth:`SupportsFlags.flag_page`; host memory, in a file of its own."""
-        self._check_open()
+        self._home.check_open()
         return new_flag_page(self._me, next(self._flag_pages), nbytes)
 
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
         """See :meth:`SupportsFlags.open_flags`; streams of the device of our regions raise flags, if the driver can."""
-        self._check_open()
-        if self._peers.get(peer) is None:
-            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        self._home.check_open()
+        self._peers.known(peer, self.name)
         memory = open_flag_page(peer, page)
         if self._device is not None:
             try:
@@ -370,14 +338,13 @@ class CudaIpcTransport:
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never waits. ``after`` may be made of CUDA's events and of others."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         extents = self._mapped(remote) or Extents((), "peer's")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
         target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
-        self._look(remote)
+        if remote.watch.ended():
+            self._note_end(remote)
         if remote.lost:
             self._events.append(
                 WriteEnded(ticket, PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended"))
@@ -473,9 +440,9 @@ class CudaIpcTransport:
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; what copies still use is left to the end of the process."""
         self._home.check()
-        if self._closed:
+        if self._home.closed:
             return ()
-        self._closed = True
+        self._home.closed = True
         until = self._clock() + drain_s
         while True:
             for remote in list(self._flying):
@@ -509,21 +476,8 @@ class CudaIpcTransport:
         except TransportError as error:
             log.warning("cuda_ipc: peer %s: %s", remote.peer.hex(), error)
 
-    def _look(self, remote: _Remote) -> None:
-        """Note the end of a peer's process."""
-        if remote.watch.ended():
-            self._note_end(remote)
-
     def _note_end(self, remote: _Remote) -> None:
+        """A peer's process has ended."""
         if not remote.lost:
             remote.lost = True
             self._events.append(PeerLost(remote.peer))
-
-    def _check_open(self) -> None:
-        self._home.check()
-        if self._closed:
-            raise TransportError("cuda_ipc: the transport is closed")
-
-
-def _said(buffer: Buffer) -> str:
-    return f"cuda_ipc: {buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r}"

@@ -11,7 +11,7 @@ from weakref import finalize
 import msgspec
 from attrs import frozen
 
-from ..errors import TransportError
+from ..errors import RegistrationError, TransportError
 from ..memory import Buffer
 from .cuda_api import Cuda, Gpu
 from .flags import HostFlags
@@ -36,6 +36,44 @@ class Owner:
 
 
 OWNER = msgspec.msgpack.Decoder(Owner)
+
+
+@frozen
+class Place:
+    """Where a region lies: byte ``offset`` of the allocation that ``handle`` opens."""
+
+    handle: bytes
+    offset: int
+
+
+PLACE = msgspec.msgpack.Decoder(Place)
+
+
+def exported(cuda: Cuda, buffer: Buffer) -> Place:
+    """Where other processes find a buffer.
+
+    Raises:
+        RegistrationError: it is no memory of a GPU, or none that they can open.
+    """
+    device = index(buffer.device)
+    try:
+        base, nbytes = cuda.segment(device, buffer.addr)
+        shareable = cuda.shareable(device, buffer.addr)
+        if shareable and buffer.addr + buffer.nbytes <= base + nbytes:
+            return Place(cuda.export(device, base), buffer.addr - base)
+    except TransportError as error:
+        raise RegistrationError(f"{said(buffer)}: no memory of a GPU, or none to share: {error}") from error
+    if shareable:
+        raise RegistrationError(f"{said(buffer)}: goes beyond its allocation of {nbytes} bytes at {base:#x}")
+    raise RegistrationError(
+        f"{said(buffer)}: mapped piecewise or pooled, which CUDA IPC cannot share; allocate without "
+        "'expandable_segments:True' and 'backend:cudaMallocAsync' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
+    )
+
+
+def said(buffer: Buffer) -> str:
+    """A buffer, for messages."""
+    return f"cuda_ipc: {buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r}"
 
 
 class Opened:

@@ -112,9 +112,7 @@ class InprocTransport:
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"inproc: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         if after is not None:
             raise TransportError("inproc does not wait for events: wait first")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
@@ -141,8 +139,7 @@ class InprocTransport:
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; the peer's own buffer."""
         self._home.check()
-        if self._peers.get(peer) is None:
-            raise TransportError(f"inproc: no peer {peer.hex()}")
+        self._peers.known(peer, self.name)
         there = _find(peer)
         if there is None:
             raise _closed(peer)
@@ -161,8 +158,7 @@ class InprocTransport:
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
         """See :meth:`SupportsFlags.open_flags`; the peer's own page."""
         self._home.check()
-        if self._peers.get(peer) is None:
-            raise TransportError(f"inproc: no peer {peer.hex()}")
+        self._peers.known(peer, self.name)
         there, number = _find(peer), unpack(page, _NUMBER)
         if there is None:
             raise _closed(peer)

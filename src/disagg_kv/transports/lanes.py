@@ -174,7 +174,6 @@ class CombinedTransport:
         self._owning = Lock()
         self._owners: dict[tuple[str, Peer], Peer] = {}
         self._tickets = count(1)
-        self._closed = False
 
     @property
     def lanes(self) -> tuple[Transport, ...]:
@@ -188,9 +187,7 @@ class CombinedTransport:
 
     def lane(self, peer: Peer) -> Lane:
         """See :meth:`SupportsLanes.lane`."""
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"{self.name}: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         return evolve(remote.lane, lost=remote.carrier.out) if remote.carrier.failed else remote.lane
 
     # Memory.
@@ -201,7 +198,7 @@ class CombinedTransport:
         Raises:
             RegistrationError: also where no lane can: says why for each.
         """
-        self._check_open()
+        self._home.check_open()
         ids = self._table.add(buffers)
         done: list[_Carrier] = []
         refused: list[tuple[_Carrier, str]] = []
@@ -230,7 +227,7 @@ class CombinedTransport:
 
     def deregister(self, regions: Sequence[RegionId]) -> None:
         """See :meth:`Transport.deregister`; from all lanes, whatever one of them raises."""
-        self._check_open()
+        self._home.check_open()
         self._table.remove(regions)
         errors = []
         for carrier in self._carriers:
@@ -272,7 +269,7 @@ class CombinedTransport:
             IncompatiblePeerError: the sides have no lane in common.
             TransportError: also where no lane reaches the peer: says why for each.
         """
-        self._check_open()
+        self._home.check_open()
         remote, offers = read(descriptor)
         peer, until = remote.incarnation, self._clock() + timeout_s
         known = self._peers.get(peer)
@@ -375,10 +372,8 @@ class CombinedTransport:
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; ``after`` where the peer's lane waits for events."""
-        self._check_open()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"{self.name}: no peer {peer.hex()}")
+        self._home.check_open()
+        remote = self._peers.known(peer, self.name)
         carrier = remote.carrier
         if carrier.failed:
             raise TransportError(f"{self.name}: transport {carrier.name!r}: {carrier.out}")
@@ -440,7 +435,7 @@ class CombinedTransport:
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; each lane is closed, whatever another one raises."""
         self._home.check()
-        until, self._closed = self._clock() + drain_s, True
+        until, self._home.closed = self._clock() + drain_s, True
         left: list[Ticket] = []
         errors: list[Exception] = []
         for carrier in self._carriers:
@@ -456,11 +451,6 @@ class CombinedTransport:
         if errors:
             raise errors[0]
         return left
-
-    def _check_open(self) -> None:
-        self._home.check()
-        if self._closed:
-            raise TransportError(f"this transport {self.name!r} is closed")
 
     def _mapping(self, peer: Peer) -> tuple[_Remote, SupportsMapping] | str:
         """A peer and its lane, if that maps; else why not."""
@@ -489,7 +479,7 @@ class MappingTransport(CombinedTransport):
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; over the peer's lane."""
-        self._check_open()
+        self._home.check_open()
         found = self._mapping(peer)
         if isinstance(found, str):
             raise TransportError(found) if self._peers.get(peer) is None else RegistrationError(found)
@@ -524,17 +514,15 @@ class RingingTransport(MappingTransport):
 
     def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
         """See :meth:`SupportsFlags.flag_page`."""
-        self._check_open()
+        self._home.check_open()
         lane = next(lane for lane in self.lanes if isinstance(lane, SupportsFlags))
         buffer, place = lane.flag_page(nbytes)
         return buffer, pack(_Board(lane.name, place))
 
     def open_flags(self, peer: Peer, page: bytes) -> Flags:
         """See :meth:`SupportsFlags.open_flags`; if the peer's lane is the page's."""
-        self._check_open()
-        there, remote = unpack(page, _FLAG_PLACE), self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"{self.name}: no peer {peer.hex()}")
+        self._home.check_open()
+        there, remote = unpack(page, _FLAG_PLACE), self._peers.known(peer, self.name)
         lane = remote.carrier.transport
         if lane.name != there.lane or not isinstance(lane, SupportsFlags):
             raise TransportError(f"the peer's flags are of {there.lane!r}, and its transport is {lane.name!r}")

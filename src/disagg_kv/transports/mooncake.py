@@ -217,9 +217,7 @@ class MooncakeTransport:
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never blocks. :meth:`poll` sees that ``after`` has happened."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"mooncake: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         devices = [(i, b.device) for i, b in self._table.items()] if "cuda" in self.caps.devices else ()
         calls = cut(writes, self._table.extents, remote.extents, devices)
         ticket = Ticket(next(self._tickets))

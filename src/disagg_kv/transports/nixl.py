@@ -148,7 +148,6 @@ class NixlTransport:
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
         self._events: deque[TransportEvent] = deque()
-        self._closed = False
         self._call_s = call_s
 
         make = partial(Agent, library, self._me.hex(), backend, options, device)
@@ -164,7 +163,7 @@ class NixlTransport:
             RegistrationError: also for CUDA memory that other processes could reach only through TCP, and where the
                 library does not return in time.
         """
-        self._check_open()
+        self._home.check_open()
         ids = self._table.add(buffers)
         nbytes = sum(buffer.nbytes for buffer in buffers)
         bound_s = self._call_s + nbytes / REGISTERED_PER_S
@@ -186,7 +185,7 @@ class NixlTransport:
         Raises:
             TransportError: the library does not return in time; it forgets the memory later.
         """
-        self._check_open()
+        self._home.check_open()
         self._table.remove(regions)
         gone = [self._registered.pop(region) for region in regions]
         self._changed()
@@ -214,7 +213,7 @@ class NixlTransport:
             RemoteProtocolError: also for a descriptor that another version of NIXL made, or another process under the
                 name of a peer that is known.
         """
-        self._check_open()
+        self._home.check_open()
         remote = decode(descriptor, self.name)
         contact = unpack(remote.blob, _CONTACT)
         if contact.version != self._version:
@@ -256,9 +255,7 @@ class NixlTransport:
         A large one is left to the thread, and so is any while the thread is busy.
         """
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"nixl: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         parts = single(writes, self._table.extents, remote.extents, self._devices, remote.devices)
         if parts is None:
             source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
@@ -273,7 +270,7 @@ class NixlTransport:
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
         """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
-        if not self._closed and self._home.here:
+        if not self._home.closed and self._home.here:
             self._worker.look()
         events = [self._events.popleft() for _ in range(len(self._events))]
         for event in events:
@@ -285,9 +282,9 @@ class NixlTransport:
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""
         self._home.check()
-        if self._closed:
+        if self._home.closed:
             return ()
-        self._closed = True
+        self._home.closed = True
         self._worker.close(drain_s)
         self._stop.detach()
         events = self.poll()
@@ -297,11 +294,6 @@ class NixlTransport:
         self._registered.clear()
         self._changed()
         return tuple(sorted(self._unquiet))
-
-    def _check_open(self) -> None:
-        self._home.check()
-        if self._closed:
-            raise TransportError("nixl: the transport is closed")
 
 
 def _device(cuda_device: int | None) -> str:

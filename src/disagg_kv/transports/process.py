@@ -246,6 +246,7 @@ class Home:
     def __init__(self, what: str) -> None:
         self._what = what
         self._pid = os.getpid()
+        self.closed = False
 
     @property
     def here(self) -> bool:
@@ -263,6 +264,17 @@ class Home:
                 f"{self._what} belongs to process {self._pid}; its forked child {os.getpid()} cannot use it, "
                 "and has to make one of its own"
             )
+
+    def check_open(self) -> None:
+        """Raise unless this is that process, and the thing is open.
+
+        Raises:
+            LocalProtocolError: this is a child of it.
+            TransportError: it is ``closed``.
+        """
+        self.check()
+        if self.closed:
+            raise TransportError(f"{self._what} is closed")
 
 
 _kept: WeakSet[object] = WeakSet()

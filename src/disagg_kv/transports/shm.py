@@ -39,20 +39,16 @@ class _Remote:
         self.serial = serial
         self.regions = regions
         self.lost = False
-        self._whose = f"peer {peer.hex()[:8]}'s writable"
+        self.whose = f"peer {peer.hex()[:8]}'s writable"
         # All regions as if they began at 0: a batch is checked before any region of it is mapped.
-        self._named = Extents(((i, 0, far.nbytes) for i, far in regions.items()), self._whose)
+        self._named = Extents(((i, 0, far.nbytes) for i, far in regions.items()), self.whose)
         self._look()
 
     def _look(self) -> None:
         mapped = {i: far.addr for i, far in self.regions.items()}
         self._unmapped = {i for i, addr in mapped.items() if addr is None}
         where = ((i, addr, self.regions[i].nbytes) for i, addr in mapped.items() if addr is not None)
-        self._extents = Extents(where, self._whose)
-
-    def unwritable(self, region: RegionId) -> str:
-        """Why a region that is not among :attr:`regions` cannot be mapped."""
-        return f"shm: {self._whose} region {region} is not registered: it is unknown, or memory of another allocator"
+        self._extents = Extents(where, self.whose)
 
     def buffer(self, region: RegionId) -> Buffer:
         """A region as memory of this process; maps it if it is not mapped yet.
@@ -197,9 +193,7 @@ class ShmTransport:
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns. The first write to a region maps it."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"shm: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         if after is not None:
             raise TransportError("shm does not wait for events: wait first")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
@@ -211,7 +205,8 @@ class ShmTransport:
         except TransportError as error:
             self._events.append(WriteEnded(ticket, error))
             return ticket
-        self._look(peer, remote)
+        if remote.watch.ended():
+            self._note_end(peer, remote)
         if remote.lost:
             self._events.append(WriteEnded(ticket, PeerLostError(f"shm: the process of peer {peer.hex()} has ended")))
             return ticket
@@ -227,14 +222,13 @@ class ShmTransport:
         if remote is None:
             return f"shm: no peer {peer.hex()}"
         unknown = [region for region in regions if region not in remote.regions]
-        return remote.unwritable(unknown[0]) if unknown else None
+        why = "is not registered: it is unknown, or memory of another allocator"
+        return f"shm: {remote.whose} region {unknown[0]} {why}" if unknown else None
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; its owner keeps the mapping."""
         self._home.check()
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"shm: no peer {peer.hex()}")
+        remote = self._peers.known(peer, self.name)
         reason = self.unmappable(peer, [region], device)
         if reason is not None:
             raise RegistrationError(reason)
@@ -250,8 +244,7 @@ class ShmTransport:
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
         """See :meth:`SupportsFlags.open_flags`."""
         self._home.check()
-        if self._peers.get(peer) is None:
-            raise TransportError(f"shm: no peer {peer.hex()}")
+        self._peers.known(peer, self.name)
         return HostFlags(open_flag_page(peer, page))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
@@ -288,12 +281,8 @@ class ShmTransport:
             return b""
         return pack(Place(segment.number, segment.fd, buffer.addr - segment.addr))
 
-    def _look(self, peer: Peer, remote: _Remote) -> None:
-        """Note the end of a peer's process."""
-        if remote.watch.ended():
-            self._note_end(peer, remote)
-
     def _note_end(self, peer: Peer, remote: _Remote) -> None:
+        """A peer's process has ended."""
         if not remote.lost:
             remote.lost = True
             self._events.append(PeerLost(peer, fenced=True))

@@ -496,7 +496,7 @@ def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCapt
     links = prefills[0].endpoint.driver.loop.connections
     assert prefills[0].observer.counters["disconnects.failed"] == 1
     assert "it does not let go" in caplog.text
-    assert [link.session.hello.instance for link in links._owners.values()] == ["E"]
+    assert [link.session.known.hello.instance for link in links._owners.values()] == ["E"]
 
 
 # Links alone.
@@ -548,7 +548,7 @@ def test_an_attempt_that_never_returns_fails() -> None:
     assert links.begin(up) is None
     later.jobs.pop()()
     (linked,) = links.results()
-    assert linked.link == link_of(up) == transport.peer_of(up.hello.descriptor)
+    assert linked.link == link_of(up) == transport.peer_of(up.known.hello.descriptor)
 
 
 @pytest.mark.parametrize("overdue", [False, True])
@@ -593,7 +593,7 @@ def test_frames_that_wait_for_connections_are_bounded_together() -> None:
     links, (peers, _there) = made(later, FakeClock(), Counted()), ups(rig_of_one(), 3)
 
     def hold(up: PeerSession) -> None:
-        frame = Expected(src=up.epoch, dst=Epoch(bytes(16)), room=b"room", generation=1, parked=False)
+        frame = Expected(src=up.known.epoch, dst=Epoch(bytes(16)), room=b"room", generation=1, parked=False)
         for _ in range(64):
             assert links.hold(up, frame, 1 << 20, lambda _: None)
 

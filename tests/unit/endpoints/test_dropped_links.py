@@ -160,18 +160,18 @@ def test_the_link_of_a_lost_peer_with_memory_in_quarantine_stays() -> None:
     q = rig.prefill(tp_shards(SPEC, 1), "Q", strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     request = rig.request("one", p, decodes, 12, of="P").start(12)
-    rig.until(lambda: bool(decodes[0].endpoint.leased_bytes), "the lease")
+    rig.until(lambda: bool(decodes[0].endpoint.usage().ring_used_bytes), "the lease")
     rig.wait(0.5)
     p[0].frozen = True
     rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the failure")
     decode, epoch = decodes[0].endpoint, p[0].endpoint.driver.loop.me.epoch
     serve(rig, "two", q, decodes, "Q")
     rig.wait(20.0)
-    assert decode.leased_bytes
+    assert decode.usage().ring_used_bytes
     assert states(decode) == {"P": "lost"}
     assert list(decode.driver.loop.connections.linked()) == [epoch]
     decode.confirm_terminated(epoch)
-    rig.until(lambda: not decode.leased_bytes, "the release")
+    rig.until(lambda: not decode.usage().ring_used_bytes, "the release")
     serve(rig, "three", q, decodes, "Q")
     rig.wait(3.0)
     assert states(decode) == {"Q": "idle"}

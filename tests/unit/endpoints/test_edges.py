@@ -443,7 +443,7 @@ def test_the_life_of_an_endpoint_can_be_given() -> None:
         rendezvous=rig.rendezvous,
         instance="D",
         ring_bytes=4096,
-        environment=Environment(clock=rig.clock, thread=False, engine=False, life=life),
+        environment=Environment(clock=rig.clock, thread=False, engine=False, incarnation=life),
     )
     endpoint.open(RoomId(b"room"), Source("ear"))
     endpoint.driver.step()

@@ -129,7 +129,7 @@ def frames(rows: int, held: int) -> Counter[str]:
     assert rig.decodes[0].pool.read_aux(2).startswith(b"token")
     assert rows == held
     assert not any(transport.batches for transport in sent)
-    assert rig.decodes[0].endpoint.leased_bytes == 0
+    assert rig.decodes[0].endpoint.usage().ring_used_bytes == 0
     return Counter(type(frame).__name__ for frame in heard)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from disagg_kv.channels import Closed
 from disagg_kv.core import Options, Phase
-from disagg_kv.endpoints.peers.background import inline
+from disagg_kv.endpoints.peers.background import Inline
 from disagg_kv.endpoints.peers.directory import DOUBT_S, REFRESH_S, Directory
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Rank
@@ -50,7 +50,7 @@ def pair() -> tuple[Rig, Counting, Callable[[str], Phase]]:
 
 def known(store: Counting, clock: FakeClock, *names: str) -> Directory:
     """A directory that has just looked up instances."""
-    directory = Directory(store, inline("", 1), lambda: None, clock, Options())
+    directory = Directory(store, Inline(), lambda: None, clock, Options())
     for name in names:
         store.publish(name, Rank(0), 1, f"at {name}")
         directory.ask(Source(name))

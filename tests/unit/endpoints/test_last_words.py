@@ -72,13 +72,13 @@ def at_rest(rig: Rig, request: Request, side: str) -> bool:
     """Whether the side that stays waits for nothing and has all its memory."""
     if side == "prefill":
         (decode,), (receive,) = request.decodes, request.receives
-        held, ended = decode.endpoint.leased_bytes, receive.released and receive.phase in (Phase.DONE, Phase.FAILED)
-        end = decode.endpoint
+        end, ended = decode.endpoint, receive.released and receive.phase in (Phase.DONE, Phase.FAILED)
+        held = end.usage().ring_used_bytes
         return ended and not (held or end.open_rooms or any(peer.rooms for peer in end.peers()))
     (prefill,), (send,) = request.prefills, request.sends
     ended = send.released and send.phase in (Phase.DONE, Phase.FAILED)
     source = prefill.endpoint
-    return ended and not (source.pinned_slots or source.open_rooms or any(peer.rooms for peer in source.peers()))
+    return ended and not (source.usage().slots_used or source.open_rooms or any(peer.rooms for peer in source.peers()))
 
 
 def closes_everywhere(side: str, path: str, transport: Callable[[], Transport]) -> None:

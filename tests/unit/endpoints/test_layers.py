@@ -174,7 +174,7 @@ def test_look_ahead_asks_for_the_groups_of_a_pass_and_leaves_the_ring_to_others(
     request = rig.request("room", prefills, decodes, 16).open_decode().expect(16).open_prefill()
     steps = begin(request, 0, 16)
     rig.wait(1.0)
-    assert 0 < decodes[0].endpoint.leased_bytes <= 4 << 10
+    assert 0 < decodes[0].endpoint.usage().ring_used_bytes <= 4 << 10
     rig.request("ready", prefills, decodes, 40).start(40).released().done()
     for layer in range(6):
         compute(request, steps, layer, 0, 16)
@@ -198,7 +198,7 @@ def test_a_withdrawal_at_any_group(ready: int, path: str) -> None:
     fired = [handle.withdraw() for handle in request.sends]
     rig.until(lambda: all(event.query() for event in fired), "the end of reads")
     rig.wait(0.5)
-    assert path != "staged" or decodes[0].endpoint.leased_bytes == 0
+    assert path != "staged" or decodes[0].endpoint.usage().ring_used_bytes == 0
     again = begin(request, 0, 8)
     for step in steps:
         step.close()
@@ -371,8 +371,8 @@ def peak(rows: int) -> tuple[int, int, int]:
     def look() -> None:
         nonlocal leased, pinned
         rig.turn()
-        leased = max(leased, decodes[0].endpoint.leased_bytes)
-        pinned = max(pinned, prefills[0].endpoint.pinned_slots)
+        leased = max(leased, decodes[0].endpoint.usage().ring_used_bytes)
+        pinned = max(pinned, prefills[0].endpoint.usage().slots_used)
 
     for start in range(0, rows, 100):
         steps = begin(request, start, start + 100)

@@ -53,7 +53,7 @@ def test_one_gather_for_all_destinations_granted_by_then() -> None:
     request = rig.request("room", prefills, decodes, 32).open_decode().expect(32).open_prefill().send(32, ready=event)
     rig.wait(1.0)
     assert not kernels.gathers
-    assert all(m.endpoint.leased_bytes for m in decodes)
+    assert all(m.endpoint.usage().ring_used_bytes for m in decodes)
     event.fired = True
     request.finish().landed()
     assert kernels.gathers == [4]
@@ -131,11 +131,11 @@ def test_kernels_that_finish_later() -> None:
     request = rig.request("room", prefills, decodes, 8).start(8)
     rig.until(lambda: bool(gather.events), "a gather")
     rig.wait(1.0)
-    assert prefills[0].endpoint.pinned_slots == 1
+    assert prefills[0].endpoint.usage().slots_used == 1
     gather.events[0].fired = True
     rig.until(lambda: bool(scatter.events), "a scatter")
     rig.wait(1.0)
-    assert decodes[0].endpoint.leased_bytes
+    assert decodes[0].endpoint.usage().ring_used_bytes
     assert request.receives[0].phase is Phase.MOVING
     scatter.events[0].fired = True
     request.landed()
@@ -189,7 +189,7 @@ def test_grants_are_asked_for_before_the_forward_pass_ends() -> None:
     put(prefills[0].pool, table, 0, 12, None)
     step = prefills[0].endpoint.step({request.room: (12, [table])})
     rig.wait(1.0)
-    assert decodes[0].endpoint.leased_bytes
+    assert decodes[0].endpoint.usage().ring_used_bytes
     assert not kernels.gathers
     put(prefills[0].pool, table, 0, 12, request.truth)
     event = FiredEvent()
@@ -252,7 +252,7 @@ def test_look_ahead_leaves_room_for_data_that_is_ready() -> None:
         request.open_decode().expect(20).open_prefill()
         prefills[0].endpoint.step({request.room: (20, request.pages(0, 20))})
     rig.wait(1.0)
-    assert 0 < decodes[0].endpoint.leased_bytes <= 4 << 10
+    assert 0 < decodes[0].endpoint.usage().ring_used_bytes <= 4 << 10
     rig.request("ready", prefills, decodes, 40).start(40).landed()
     for request in stuck:
         request.sends[0].abort("never mind")
@@ -333,14 +333,14 @@ def test_rooms_that_cannot_go_on_do_not_hold_the_ring(how: str) -> None:
         request = rig.request(f"stuck {i}", prefills, decodes, 20).open_decode().expect(20).open_prefill()
         stuck.append(request.send(20, ready=event))
     rig.wait(1.0)
-    held = decodes[0].endpoint.leased_bytes
+    held = decodes[0].endpoint.usage().ring_used_bytes
     assert 0 < held <= 4 << 10
     if how == "withdrawn":
         for request in stuck:
             for handle in request.sends:
                 handle.withdraw()
         rig.wait(1.0)
-        assert decodes[0].endpoint.leased_bytes == 0
+        assert decodes[0].endpoint.usage().ring_used_bytes == 0
         return
     rig.request("ready", prefills, decodes, 40).start(40).landed()
     event.fired = True
@@ -363,11 +363,11 @@ def test_a_granted_room_that_is_preempted_before_it_moves_gives_its_leases_back(
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     first = rig.request("first", prefills, decodes, 8).start(8)
     rig.until(lambda: bool(kernels.events), "the only slot's gather")
-    held = decodes[0].endpoint.leased_bytes
+    held = decodes[0].endpoint.usage().ring_used_bytes
     second = rig.request("second", prefills, decodes, 8).open_decode().expect(8).open_prefill().send(8)
-    rig.until(lambda: decodes[0].endpoint.leased_bytes > held, "the second room's lease")
+    rig.until(lambda: decodes[0].endpoint.usage().ring_used_bytes > held, "the second room's lease")
     assert second.sends[0].withdraw() is not None
-    rig.until(lambda: decodes[0].endpoint.leased_bytes == held, "its return")
+    rig.until(lambda: decodes[0].endpoint.usage().ring_used_bytes == held, "its return")
     second.send(8).finish()
     events[0].fired = True
     first.landed()

@@ -305,7 +305,7 @@ def test_a_poll_that_raises_between_the_posts_of_one_gather_leaves_no_slot_behin
     request = rig.request("room", prefills, decodes, 12).start().ended()
     assert not transport.armed
     assert "poll is broken" in request.errors()
-    assert prefills[0].endpoint.pinned_slots == 0
+    assert prefills[0].endpoint.usage().slots_used == 0
     rig.request("next", prefills, decodes, 12).start().landed()
     rig.quiet()
 

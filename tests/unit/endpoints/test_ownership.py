@@ -64,7 +64,7 @@ def test_whoever_sees_a_room_fail_sees_its_leases_in_quarantine() -> None:
 
     def look() -> None:
         for handle in request.receives:
-            seen.append((handle.phase, handle.released, decodes[0].endpoint.quarantined_bytes))
+            seen.append((handle.phase, handle.released, decodes[0].endpoint.usage().quarantined_bytes))
 
     rig = Rig(SPEC)
     transports, memory = faulty({0: Fault.DELAYED}.get)
@@ -77,7 +77,7 @@ def test_whoever_sees_a_room_fail_sees_its_leases_in_quarantine() -> None:
     request.failed()
     rig.wait(2.0)
     look()
-    lease = decodes[0].endpoint.leased_bytes
+    lease = decodes[0].endpoint.usage().ring_used_bytes
     assert {one for one in seen if one[0] is Phase.FAILED} == {(Phase.FAILED, True, lease)}
     assert lease > 0
     transports[0].release()
@@ -98,14 +98,14 @@ def test_staged_pages_come_back_before_the_lease(fault: Fault) -> None:
     request.failed()
     poison(request)
     rig.wait(20.0)
-    assert decodes[0].endpoint.quarantined_bytes == decodes[0].endpoint.leased_bytes > 0
-    assert prefills[0].endpoint.pinned_slots == 1
+    assert decodes[0].endpoint.usage().quarantined_bytes == decodes[0].endpoint.usage().ring_used_bytes > 0
+    assert prefills[0].endpoint.usage().slots_used == 1
     assert decodes[0].endpoint.open_rooms == 1
     rig.request("next", prefills, decodes, 20).start(20).landed()
     transports[0].release()
     rig.quiet()
     rig.check()
-    assert decodes[0].endpoint.quarantined_bytes == 0
+    assert decodes[0].endpoint.usage().quarantined_bytes == 0
 
 
 def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
     computed = FiredEvent()
     request.send(8, ready=computed)
-    rig.until(lambda: all(d.endpoint.leased_bytes for d in decodes), "both grants")
+    rig.until(lambda: all(d.endpoint.usage().ring_used_bytes for d in decodes), "both grants")
     rig.wait(0.5)
     planned: list[StagedLayout] = []
 
@@ -203,7 +203,7 @@ def test_a_hung_write_ends_by_deadline_and_never_frees_memory(path: str) -> None
     prefills[0].frozen = True
     decodes[0].endpoint.confirm_terminated(peer.epoch)
     rig.until(lambda: request.receives[0].released and decodes[0].endpoint.open_rooms == 0, "the evidence")
-    assert decodes[0].endpoint.leased_bytes == 0
+    assert decodes[0].endpoint.usage().ring_used_bytes == 0
     assert transports[0].held
 
 
@@ -222,7 +222,7 @@ def test_a_transport_that_proves_a_peer_s_end_is_evidence(path: str) -> None:
     decodes[0].endpoint.confirm_terminated(decodes[0].endpoint.peers()[0].epoch)
     rig.until(lambda: request.receives[0].released, "the evidence")
     assert request.receives[0].phase is Phase.FAILED
-    assert decodes[0].endpoint.leased_bytes == 0
+    assert decodes[0].endpoint.usage().ring_used_bytes == 0
 
 
 def test_a_refused_write_is_tried_again() -> None:
@@ -288,7 +288,7 @@ def test_quarantine_is_bounded_per_peer_and_in_all() -> None:
     a = rig.prefill(tp_shards(SPEC, 1), "A", memory, strategy="staged", slots=32)
     for number in range(3):
         stuck(rig, a, transports, f"a{number}", "A")
-    assert decodes[0].endpoint.quarantined_bytes == 3 * ring / 8
+    assert decodes[0].endpoint.usage().quarantined_bytes == 3 * ring / 8
     refused = rig.request("refused", a, decodes, 16, "A").start(16).failed()
     assert isinstance(refused.receives[0].error, QuarantineFullError)
     b = rig.prefill(tp_shards(SPEC, 1), "B", memory, strategy="staged", slots=32)
@@ -331,6 +331,6 @@ def test_a_slow_destination_does_not_delay_the_others() -> None:
     hung = rig.request("hung", prefills, slow, 40).start(40)
     rig.until(lambda: len(transports[0].held) == 2, "the hung writes")
     rig.wait(1.0)
-    assert prefills[0].endpoint.pinned_slots == 2
+    assert prefills[0].endpoint.usage().slots_used == 2
     rig.request("quick", prefills, quick, 40).start(40).landed()
     assert hung.receives[0].phase is Phase.MOVING

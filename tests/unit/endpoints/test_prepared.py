@@ -153,7 +153,7 @@ def test_the_lease_stays_until_the_prepared_launch_has_ended() -> None:
     event.fired = True
     rig.wait(1.0)
     assert len(kernels.launched) == len(kernels.events) == SEGMENTS
-    assert rig.decodes[0].endpoint.leased_bytes
+    assert rig.decodes[0].endpoint.usage().ring_used_bytes
     assert request.receives[0].phase is Phase.MOVING
     for launched in kernels.events:
         launched.fired = True

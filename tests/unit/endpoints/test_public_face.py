@@ -8,13 +8,13 @@ from disagg_kv import DecodeEndpoint, PrefillEndpoint
 
 BOTH = {
     "check_integrity", "close", "closed", "confirm_terminated", "decides_alone", "fileno", "inspect", "open",
-    "open_rooms", "peers", "poll", "staging", "status", "usage", "wait",
+    "open_rooms", "peers", "poll", "status", "usage", "wait",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "own"),
-    [(PrefillEndpoint, {"step", "pinned_slots"}), (DecodeEndpoint, {"leased_bytes", "quarantined_bytes"})],
+    [(PrefillEndpoint, {"step"}), (DecodeEndpoint, set())],
 )
 def test_an_endpoint_has_no_public_name_for_its_own_parts(kind: type, own: set[str]) -> None:
     """Handles post their commands through an object of their own; each name has a docstring."""

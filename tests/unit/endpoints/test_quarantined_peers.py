@@ -60,7 +60,7 @@ def test_a_lost_peer_is_named_until_its_end_is_confirmed(path: str) -> None:
     assert (peer.instance, peer.rank, peer.address, peer.epoch) == ("P", 0, "inproc://P0", epoch)
     assert (peer.state, peer.rooms) == ("lost", (request.room,))
     exposed = sum(len(table.pages) for table in request.taken) * pool_page_bytes(request)
-    assert peer.ring_bytes == end.quarantined_bytes
+    assert peer.ring_bytes == end.usage().quarantined_bytes
     assert (peer.ring_bytes, peer.page_bytes)[path == "slice"] > 0
     assert peer.page_bytes == (exposed if path == "slice" else 0)
     assert peer.slot_bytes == 0
@@ -69,7 +69,7 @@ def test_a_lost_peer_is_named_until_its_end_is_confirmed(path: str) -> None:
     assert isinstance(error, PeerLostError)
     (said,) = re.findall(r"P/0 \(epoch ([0-9a-f]{32})\)", str(error))
     end.confirm_terminated(said)
-    rig.until(lambda: request.receives[0].released and not end.leased_bytes, "the evidence")
+    rig.until(lambda: request.receives[0].released and not end.usage().ring_used_bytes, "the evidence")
     assert end.peers() == ()
 
 
@@ -92,7 +92,7 @@ def test_a_peer_that_is_there_is_listed_with_what_it_holds() -> None:
     request.receives[0].abort("changed my mind")
     request.failed()
     assert (only(ends[1]).state, only(ends[1]).rooms) == ("connected", (request.room,))
-    assert only(ends[1]).ring_bytes == ends[1].quarantined_bytes > 0
+    assert only(ends[1]).ring_bytes == ends[1].usage().quarantined_bytes > 0
     assert (only(ends[0]).slot_bytes, only(ends[0]).rooms) == (4096, (request.room,))
     prefills[0].frozen = True
     rig.wait(4.0)
@@ -118,7 +118,7 @@ def test_prefill_names_the_peer_to_which_its_slots_are_still_written(path: str) 
     rig.until(lambda: request.sends[0].error is not None, "the loss")
     peer = only(end)
     assert (peer.instance, peer.state, peer.rooms) == ("D", "lost", (request.room,))
-    assert peer.slot_bytes == end.pinned_slots * 4096
+    assert peer.slot_bytes == end.usage().slots_used * 4096
     assert (peer.page_bytes > 0) == (path == "slice")
     end.confirm_terminated(peer.epoch)
     rig.wait(1.0)
@@ -127,7 +127,7 @@ def test_prefill_names_the_peer_to_which_its_slots_are_still_written(path: str) 
     transports[0].release()
     rig.until(lambda: request.sends[0].released and not end.open_rooms, "the evidence")
     assert end.peers() == ()
-    assert end.pinned_slots == 0
+    assert end.usage().slots_used == 0
 
 
 def test_a_peer_that_was_lost_long_ago_is_still_named() -> None:
@@ -143,7 +143,7 @@ def test_a_peer_that_was_lost_long_ago_is_still_named() -> None:
     )  # fmt: skip
     assert after.silent_s > 150.0
     end.confirm_terminated(epoch)
-    rig.until(lambda: end.open_rooms == 0 and not end.leased_bytes, "the evidence")
+    rig.until(lambda: end.open_rooms == 0 and not end.usage().ring_used_bytes, "the evidence")
     assert end.peers() == ()
 
 
@@ -168,7 +168,7 @@ def test_a_life_whose_address_another_one_took_is_still_named() -> None:
     }
     assert epoch.hex() in str(request.receives[0].error)
     end.confirm_terminated(epoch.hex())
-    rig.until(lambda: end.leased_bytes == 0, "the evidence")
+    rig.until(lambda: end.usage().ring_used_bytes == 0, "the evidence")
     assert [peer.epoch for peer in end.peers()] == [new[0].endpoint.driver.loop.me.epoch]
 
 
@@ -181,9 +181,9 @@ def test_where_no_bound_is_known_a_confirmed_end_is_seen_and_its_memory_stays(mo
     end = member.endpoint
     end.confirm_terminated(only(end).epoch)
     rig.wait(1.0)
-    assert (only(end).state, only(end).ring_bytes) == ("ended", end.quarantined_bytes)
+    assert (only(end).state, only(end).ring_bytes) == ("ended", end.usage().quarantined_bytes)
     rig.wait(150.0, 0.5)
-    assert (only(end).state, only(end).ring_bytes) == ("ended", end.quarantined_bytes)
+    assert (only(end).state, only(end).ring_bytes) == ("ended", end.usage().quarantined_bytes)
     end.confirm_terminated(only(end).epoch)
 
 
@@ -196,7 +196,7 @@ def test_an_epoch_that_nothing_is_known_of_is_refused(wrong: Epoch | str) -> Non
     with pytest.raises(UnknownNameError, match=only(end).epoch.hex()):
         end.confirm_terminated(wrong)
     rig.wait(1.0)
-    assert only(end).ring_bytes == end.quarantined_bytes > 0
+    assert only(end).ring_bytes == end.usage().quarantined_bytes > 0
     assert not end.driver.loop._process_monitor.landing
 
 
@@ -208,7 +208,7 @@ def test_a_receiver_that_tries_again_passes_both_on() -> None:
     outer = RecoveringReceiver(end, Retry(lambda failed: None), clock=rig.clock)
     assert [peer.epoch for peer in outer.peers()] == [only(end).epoch]
     outer.confirm_terminated(only(end).epoch.hex())
-    rig.until(lambda: end.leased_bytes == 0, "the evidence")
+    rig.until(lambda: end.usage().ring_used_bytes == 0, "the evidence")
     assert not outer.peers()
 
 

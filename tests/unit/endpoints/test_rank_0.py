@@ -201,7 +201,7 @@ def test_an_incarnation_that_was_replaced_hears_that_its_rooms_have_failed() -> 
     old = request.receives[1]
     rig.until(lambda: old.released, "the room")
     assert old.phase is Phase.FAILED
-    assert "another life of rank 1 is there" in str(old.error)
+    assert "another incarnation of rank 1 is there" in str(old.error)
     assert rig.clock() - began < SECONDS
 
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from disagg_kv.core import Codec, Phase
-from disagg_kv.core.peers.refusals import MAX_REFUSED, Refusals, RefusedLife
+from disagg_kv.core.peers.refusals import MAX_REFUSED, Refusals, RefusedIncarnation
 from disagg_kv.core.room import draining
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.wire.frames import Abort, AbortAck, Heartbeat
@@ -142,8 +142,8 @@ def test_a_refused_life_that_has_moved_is_known_at_its_last_address() -> None:
     """Whatever becomes of the address where it was before."""
     known, one, two, error = Refusals(), Epoch(b"1" * 16), Epoch(b"2" * 16), TransportError("no")
 
-    def life(epoch: Epoch, address: str) -> RefusedLife:
-        return RefusedLife(epoch, address, "", {}, error)
+    def life(epoch: Epoch, address: str) -> RefusedIncarnation:
+        return RefusedIncarnation(epoch, address, "", {}, error)
 
     known.add(life(one, "here"))
     known.add(life(one, "there"))

@@ -128,7 +128,7 @@ def test_what_came_together_is_one_launch_where_launches_are_queued(queued: bool
     assert len(kernels.scatters) == (1 if queued else 8)
     if kernels.events is not None:
         assert all(request.receives[0].phase is Phase.MOVING for request in requests)
-        assert rig.decodes[0].endpoint.leased_bytes > 0
+        assert rig.decodes[0].endpoint.usage().ring_used_bytes > 0
         for event in kernels.events:
             event.fired = True
     for request in requests:

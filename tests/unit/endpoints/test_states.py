@@ -334,12 +334,12 @@ def test_a_preempted_room_gives_back_the_leases_of_states_that_are_to_come(ready
     event.fired = ready
     request.send(8, ready=event)
     rig.wait(0.5)
-    assert decodes[0].endpoint.leased_bytes > 0
+    assert decodes[0].endpoint.usage().ring_used_bytes > 0
     fired = [handle.withdraw() for handle in request.sends]
     rig.until(lambda: all(e.query() for e in fired), "the end of all reads")
-    rig.until(lambda: decodes[0].endpoint.leased_bytes == 0, "the return of all leases")
+    rig.until(lambda: decodes[0].endpoint.usage().ring_used_bytes == 0, "the return of all leases")
     request.send(8)
-    rig.until(lambda: decodes[0].endpoint.leased_bytes > 0, "leases for what is given again")
+    rig.until(lambda: decodes[0].endpoint.usage().ring_used_bytes > 0, "leases for what is given again")
     request.finish().landed()
     rig.quiet()
 

@@ -116,7 +116,7 @@ def test_a_gather_is_queued_behind_the_engine_s_event_before_that_has_happened()
     rig.until(lambda: bool(kernels.queued), "a gather")
     rig.wait(1.0)
     assert kernels.queued[0].after is event
-    assert prefills[0].endpoint.pinned_slots == 1
+    assert prefills[0].endpoint.usage().slots_used == 1
     assert request.receives[0].phase is Phase.MOVING
     put(prefills[0].pool, table, 0, 9, request.truth)
     kernels.queued[0].run()
@@ -184,7 +184,7 @@ def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
         kernels.queued[0].error = RuntimeError("illegal address")
         rig.until(lambda request=request: request.sends[0].released, "the room to end")  # type: ignore[misc]
         assert request.sends[0].phase is Phase.FAILED
-        rig.until(lambda prefills=prefills: prefills[0].endpoint.pinned_slots == 0, "the slot")  # type: ignore[misc]
+        rig.until(lambda prefills=prefills: prefills[0].endpoint.usage().slots_used == 0, "the slot")  # type: ignore[misc]
 
 
 def test_pages_are_written_behind_the_engine_s_event_by_a_transport_that_waits() -> None:

@@ -91,7 +91,7 @@ def ends_early(
         assert request.all(Phase.DONE), request.errors()
         request.done()
         for prefill in rig.prefills:
-            assert (prefill.endpoint.open_rooms, prefill.endpoint.pinned_slots) == (0, 0)
+            assert (prefill.endpoint.open_rooms, prefill.endpoint.usage().slots_used) == (0, 0)
 
 
 @pytest.mark.parametrize("verdict", [Elected, Alone])

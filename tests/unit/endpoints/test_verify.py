@@ -307,7 +307,7 @@ def test_a_scatter_that_has_begun_keeps_lease_and_pages_though_its_sums_cannot_b
     rig.until(lambda: bool(kernels.events), "the scatter")
     rig.wait(1.0)
     assert not request.receives[0].released
-    assert decodes[0].endpoint.leased_bytes
+    assert decodes[0].endpoint.usage().ring_used_bytes
     for event in kernels.events:
         event.fired = True
     request.failed()

@@ -230,10 +230,11 @@ def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None
     for tokens in (PROMPT[:6], PROMPT[6:]):
         run(model, tokens, own)
     assert seen == [0, 1] * 2
+    where = paged.places(table, 0, 1)
     with pytest.raises(GeometryError, match="layer 0 has no index"):
-        PagedHFCache(pool_for(llama())).write_index(0, table, 0, torch.zeros(1, 1, 16))
+        PagedHFCache(pool_for(llama())).write_index_at(where, 0, torch.zeros(1, 1, 16))
     with pytest.raises(GeometryError, match=r"layer 1, 'index': the model caches .*shard has"):
-        paged.write_index(1, table, 0, torch.zeros(1, 1, 15))
+        paged.write_index_at(where, 1, torch.zeros(1, 1, 15))
 
 
 @pytest.mark.parametrize("anew", [True, False])

@@ -26,7 +26,7 @@ from disagg_kv.kernels import (
 from disagg_kv.kernels.triton_convert import beside, in_turn
 from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns, PoolWords
 from disagg_kv.kernels.triton_copy_launch import bits_of
-from disagg_kv.kernels.triton_kinds import Kind, filled, kinds_of, shapes, split_copies
+from disagg_kv.kernels.triton_kinds import Kind, kinds_of, numbers_of, shapes, split_copies
 from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import All, Buffer, ConvertedPool, Event, Layout, PagedPool, bytes_of, new_buffer
 from disagg_kv.planning import PairPlan, Segment
@@ -200,7 +200,7 @@ def test_what_is_compiled_beforehand_is_what_conversions_take(case: Case) -> Non
             move = Move(copy.source, tables, 256)
             (some,) = next(of for found, of, _ in kinds_of(source).split([move]) if found == kind)
             call = Call(planes, [some])
-            shape = filled(call, np.zeros(call.words, np.int64), 0, 1 << 20, 8192, kind)
+            shape = call.write(np.zeros(call.words, np.int64), 0, 1 << 20, 8192, numbers_of(kind))
             assert shape.constants in known, (kind, start, stop)
             assert cut(PageMove(copy, Pages(source, tables), Pages(target, tables))) in copied
 

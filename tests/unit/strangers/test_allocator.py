@@ -90,7 +90,7 @@ def test_slots_carry_a_transfer() -> None:
         rig.request(f"room {number}", prefills, decodes, 40).start().landed()
     (allocator,) = made
     assert allocator.granted > SLOTS
-    assert allocator.live_bytes == decodes[0].endpoint.leased_bytes == 0
+    assert allocator.live_bytes == decodes[0].endpoint.usage().ring_used_bytes == 0
     rig.quiet()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.ids import Peer, RegionId
-from disagg_kv.transports import Descriptor, Region, cuda_ipc, decode, encode
+from disagg_kv.transports import Descriptor, Region, cuda_memory, decode, encode
 from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_memory import Owner
 from disagg_kv.transports.descriptor import _MAGIC, MAX_BYTES, VERSION
@@ -25,7 +25,7 @@ HEAD = _MAGIC + bytes([VERSION])
 
 def test_what_travels_has_one_shape_per_version() -> None:
     """Who changes one of these types raises ``VERSION``, and then this test."""
-    types = (Descriptor, Region, Process, Gpu, Owner, cuda_ipc._Place, Place, FlagPlace, _Contact, Address)
+    types = (Descriptor, Region, Process, Gpu, Owner, cuda_memory.Place, Place, FlagPlace, _Contact, Address)
     assert VERSION == 3
     assert [" ".join(field.name for field in attrs.fields(one)) for one in types] == [
         "transport incarnation serial regions blob",

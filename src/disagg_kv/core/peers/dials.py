@@ -71,7 +71,7 @@ class Dials:
 
     Args:
         options: times.
-        hello: makes our ``Hello`` towards a life that is not known.
+        hello: makes our ``Hello`` towards an incarnation that is not known.
     """
 
     def __init__(self, options: Options, hello: Callable[[], Hello]) -> None:

@@ -85,6 +85,8 @@ class KnownPeers:
         self.budget = budget
         self._peers: dict[Epoch, KnownPeer] = {}
         self._at: dict[str, KnownPeer] = {}
+        self.addresses: Mapping[str, KnownPeer] = self._at
+        """The last incarnation at each address, lost or not; read only."""
         self._idle = IdlePeers()
         self._timers: Timers[KnownPeer | str] = Timers()  # an address: its connection is dropped, unless it is used
         self._forgotten: OrderedDict[Epoch, str] = OrderedDict()
@@ -97,11 +99,6 @@ class KnownPeers:
     def caught_up(self, at: float) -> None:
         """Every frame that arrived before this time is processed: silence is measured up to this time only."""
         self._caught_up = at
-
-    @property
-    def addresses(self) -> Mapping[str, KnownPeer]:
-        """The last incarnation at each address, lost or not; read only."""
-        return self._at
 
     def at(self, address: str) -> Epoch | None:
         """The incarnation at an address, unless it is lost."""

@@ -48,7 +48,7 @@ from .dials import RECHECK_S, ROUNDING_S, Dials
 from .known_peer import KnownPeer
 from .known_peers import NEVER, KnownPeers, LinkBudget
 from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up
-from .refusals import ENDINGS, LINK, LINKS, Answers, Refusals, RefusedLife, error_of, refusal
+from .refusals import ENDINGS, LINK, LINKS, Answers, Refusals, RefusedIncarnation, error_of, refusal
 
 GREETINGS = 4
 """About this many heartbeats to a revived peer come with a ``Hello``: a single one might be lost."""
@@ -132,7 +132,7 @@ class PeerTable(KnownPeers):
         refused = self._refusals.get(epoch)
         return None if refused is None else refused.address
 
-    def refused(self, epoch: Epoch) -> RefusedLife | None:
+    def refused(self, epoch: Epoch) -> RefusedIncarnation | None:
         """The entry of an incarnation that cannot work with us; None: it is none of those that are remembered."""
         return None if epoch in self._peers else self._refusals.get(epoch)
 
@@ -258,16 +258,16 @@ class PeerTable(KnownPeers):
         refused, error = refusal(exc, self._epoch, hello, self._address), exc.about(hello.name, **hello.who)
         out: list[PeerEffect] = [SendTo(hello.address, refused)] if self._answers_to.may(hello.address, now) else []
         if out and Epoch(hello.src) not in self._peers:
-            out += self._remember(RefusedLife.of_hello(hello, error))
+            out += self._remember(RefusedIncarnation.of_hello(hello, error))
         elif out:
             self._timers.schedule(hello.address, now + self._options.heartbeat_s)
         if self._dials.end(hello.address):
             out.append(Unreachable(hello.address, error))
         return out
 
-    def _remember(self, life: RefusedLife) -> list[PeerEffect]:
+    def _remember(self, incarnation: RefusedIncarnation) -> list[PeerEffect]:
         """Remember who was refused; the connections to those are bounded, as they may change their addresses."""
-        left = self._refusals.add(life)
+        left = self._refusals.add(incarnation)
         return [] if left is None or left in self._at or left in self._dials else [Forget(left)]
 
     def on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
@@ -281,7 +281,7 @@ class PeerTable(KnownPeers):
             if there is not None and there.epoch == refused.src:
                 out += self.lose(there.epoch, error)
         elif refused.address in self._dials:
-            out += self._remember(RefusedLife.of_refused(refused, error, now))
+            out += self._remember(RefusedIncarnation.of_refused(refused, error, now))
         if self._dials.end(refused.address):
             self._timers.schedule(refused.address, now + self._options.heartbeat_s)
             out.append(Unreachable(refused.address, error))

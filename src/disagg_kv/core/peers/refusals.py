@@ -1,7 +1,7 @@
-"""Lives that cannot work with us: one of the two sides refused the other. Sans IO.
+"""Incarnations that cannot work with us: one of the two sides refused the other. Sans IO.
 
-Such a life is no peer. But its engine may have opened a room that ours has opened too, and one of the two sides must
-tell the other that the room has failed. So frames that end a room are accepted from it, and only those.
+Such an incarnation is no peer. But its engine may have opened a room that ours has opened too, and one of the two sides
+must tell the other that the room has failed. So frames that end a room are accepted from it, and only those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINK, LINKS = "link", "links"
 link for it."""
 
 MAX_REFUSED = 64
-"""Lives that are remembered. Each may have a connection, so that an answer arrives."""
+"""Incarnations that are remembered. Each may have a connection, so that an answer arrives."""
 
 AGAIN_S = 1.0
 """A side that was refused asks again after this. The other one answers an address at most this often."""
@@ -71,11 +71,11 @@ ENDINGS = (Abort, Drained, DrainedAck)
 
 
 @frozen
-class RefusedLife:
+class RefusedIncarnation:
     """One of them.
 
     Args:
-        epoch: its life.
+        epoch: its incarnation.
         address: where it is.
         name: of it, for messages.
         who: what is known of it, for attributes of errors.
@@ -91,12 +91,12 @@ class RefusedLife:
     refused_us_at: float | None = None
 
     @classmethod
-    def of_hello(cls, hello: Hello, error: DisaggKVError) -> RefusedLife:
+    def of_hello(cls, hello: Hello, error: DisaggKVError) -> RefusedIncarnation:
         """We refuse the sender of a ``Hello``."""
         return cls(Epoch(hello.src), hello.address, hello.name, hello.who, error)
 
     @classmethod
-    def of_refused(cls, refused: Refused, error: DisaggKVError, now: float) -> RefusedLife:
+    def of_refused(cls, refused: Refused, error: DisaggKVError, now: float) -> RefusedIncarnation:
         """The sender of a ``Refused`` refuses us."""
         epoch, address = Epoch(refused.src), refused.address
         who: About = {"epoch": epoch, "address": address}
@@ -104,40 +104,42 @@ class RefusedLife:
 
 
 class Refusals:
-    """The last of these lives, at most one per address."""
+    """The last of these incarnations, at most one per address."""
 
     def __init__(self) -> None:
-        self._lives: OrderedDict[Epoch, RefusedLife] = OrderedDict()
+        self._incarnations: OrderedDict[Epoch, RefusedIncarnation] = OrderedDict()
 
-    def add(self, life: RefusedLife) -> str | None:
-        """Remember a life; returns an address at which none is remembered any more for it, if there is one."""
-        left = self._lives.pop(life.epoch, None)
-        self.discard(life.address)
-        self._lives[life.epoch] = life
-        if len(self._lives) > MAX_REFUSED:
-            _, left = self._lives.popitem(last=False)
-        return None if left is None or left.address == life.address else left.address
+    def add(self, incarnation: RefusedIncarnation) -> str | None:
+        """Remember an incarnation; returns an address at which none is remembered any more for it, if there is one."""
+        left = self._incarnations.pop(incarnation.epoch, None)
+        self.discard(incarnation.address)
+        self._incarnations[incarnation.epoch] = incarnation
+        if len(self._incarnations) > MAX_REFUSED:
+            _, left = self._incarnations.popitem(last=False)
+        return None if left is None or left.address == incarnation.address else left.address
 
     def discard(self, address: str) -> None:
-        """Forget the life at an address: one that can work with us is there."""
-        if (life := self.at(address)) is not None:
-            del self._lives[life.epoch]
+        """Forget the incarnation at an address: one that can work with us is there."""
+        if (incarnation := self.at(address)) is not None:
+            del self._incarnations[incarnation.epoch]
 
-    def get(self, epoch: Epoch) -> RefusedLife | None:
-        """The entry of a life; None: it is none of them, or forgotten."""
-        return self._lives.get(epoch)
+    def get(self, epoch: Epoch) -> RefusedIncarnation | None:
+        """The entry of an incarnation; None: it is none of them, or forgotten."""
+        return self._incarnations.get(epoch)
 
-    def at(self, address: str) -> RefusedLife | None:
-        """The life at an address that cannot work with us; None: there is none."""
-        return next((life for life in self._lives.values() if life.address == address), None)
+    def at(self, address: str) -> RefusedIncarnation | None:
+        """The incarnation at an address that cannot work with us; None: there is none."""
+        return next(
+            (incarnation for incarnation in self._incarnations.values() if incarnation.address == address), None
+        )
 
     def still(self, address: str, now: float) -> DisaggKVError | None:
         """Why the endpoint at an address refused us, if that was a moment ago."""
-        life = self.at(address)
-        if life is None or life.refused_us_at is None or now - life.refused_us_at >= AGAIN_S:
+        incarnation = self.at(address)
+        if incarnation is None or incarnation.refused_us_at is None or now - incarnation.refused_us_at >= AGAIN_S:
             return None
-        return life.error
+        return incarnation.error
 
     def ends_a_room(self, frame: Frame) -> bool:
-        """Whether a frame is from one of these lives, and ends a room."""
+        """Whether a frame is from one of these incarnations, and ends a room."""
         return isinstance(frame, ENDINGS) and self.get(Epoch(frame.src)) is not None

@@ -127,7 +127,7 @@ class InboundSegments:
         Args:
             segment: the rows and layers.
             rank: the writer that names it.
-            epoch: that writer's life.
+            epoch: that writer's incarnation.
             intake: what the room gets from each writer.
             rows: those that may come; states are not bound by them.
 

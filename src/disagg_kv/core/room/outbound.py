@@ -52,7 +52,7 @@ class OutboundSegments:
         begun: segments that are more than planned.
         announced: segments that were ever announced.
         unacknowledged: announced segments that have not landed.
-        segments_landed, bytes_landed: those that have.
+        segments_landed: those that have.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,6 @@ class OutboundSegments:
         self.announced = 0
         self.unacknowledged = 0
         self.segments_landed = 0
-        self.bytes_landed = 0
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -105,7 +104,6 @@ class OutboundSegments:
         self.begun -= part.step is not SegmentStep.PLANNED
         self.unacknowledged -= part.step is SegmentStep.ANNOUNCED
         self.segments_landed += 1
-        self.bytes_landed += part.nbytes
 
     def land_all(self) -> None:
         """The rows of every segment have landed."""

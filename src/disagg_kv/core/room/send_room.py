@@ -29,7 +29,7 @@ class SendRoom:
     """All flows of a room. Any failure fails all of them; success needs ``Complete`` from every decode rank.
 
     Args:
-        room, generation: its name and life.
+        room, generation: its name and incarnation.
         epoch: ours.
         options: times and bounds.
         now: when it was opened.

@@ -16,7 +16,7 @@ class Writer:
     """One prefill rank of the room, elected for some rows or not.
 
     Args:
-        epoch, rank: its life, and its rank in its instance.
+        epoch, rank: its incarnation, and its rank in its instance.
         opened: it has opened the room: it has sent a frame about it that does not say that the room is parked.
         lane: what carries its writes; None: neither its ``Expected`` nor its ``Done`` has come.
         done: its ``Done``.

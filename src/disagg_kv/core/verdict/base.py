@@ -31,11 +31,11 @@ class Verdict(Protocol):
         ...
 
     def joined(self, epoch: Epoch, rank: Rank, now: float) -> Sequence[Send | Outcome]:
-        """A rank of the instance is there (again, perhaps in a new life, which is the end of its others)."""
+        """A rank of the instance is there (again, perhaps in a new incarnation, which is the end of its others)."""
         ...
 
     def followed(self, epoch: Epoch, rank: Rank) -> None:
-        """This life of a rank is there, but a younger one counts, until this one joins or is lost."""
+        """This incarnation of a rank is there, but a younger one counts, until this one joins or is lost."""
         ...
 
     def lost(self, epoch: Epoch, now: float) -> Sequence[Send | Outcome]:

@@ -23,20 +23,21 @@ that some rank has not opened stays for at least ``silence_s``, so that this ran
 Of forgotten rooms, two bits per use remain (:class:`~disagg_kv.core.tombstones.Tombstones`): a late or repeated
 vote gets the outcome of its own use, and never begins a room.
 
-*Loss of rank 0.* A new life of rank 0 knows no votes. Its engine may still open rooms that followers opened before. So
-a ``Decision`` says whether the engine of rank 0 has opened the room, and a follower that loses rank 0 acts on that:
+*Loss of rank 0.* A new incarnation of rank 0 knows no votes. Its engine may still open rooms that followers opened
+before. So a ``Decision`` says whether the engine of rank 0 has opened the room, and a follower that loses rank 0 acts
+on that:
 
 - Rank 0 had opened the room, or this rank has voted against it: the room fails at once.
-- Otherwise the room waits for a life of rank 0 that opens it. If none does within ``closed_s``, this rank votes against
-  the room.
+- Otherwise the room waits for an incarnation of rank 0 that opens it. If none does within ``closed_s``, this rank votes
+  against the room.
 - A room that begins while rank 0 is lost waits ``silence_s`` in the same way.
 
 Without any rank 0 a vote against a room ends it here at once: no success is possible any more, because this rank does
-not vote for the room again. The follower keeps the last ``tombstones`` of such votes for the next life of rank 0. If
-rank 0 was only silent and says that it still waits for another one, the follower votes against that room again.
+not vote for the room again. The follower keeps the last ``tombstones`` of such votes for the next incarnation of rank
+0. If rank 0 was only silent and says that it still waits for another one, the follower votes against that room again.
 
-*Two lives of one rank.* The newest life of a rank counts. Rank 0 fails what an older life begins, and still takes the
-older one's votes on rooms that it had begun before.
+*Two incarnations of one rank.* The newest incarnation of a rank counts. Rank 0 fails what an older incarnation begins,
+and still takes the older one's votes on rooms that it had begun before.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ PROBES = 2
 
 @frozen
 class _Use:
-    """One ``open`` of an id, on a rank's life."""
+    """One ``open`` of an id, on a rank's incarnation."""
 
     epoch: Epoch
     generation: Generation
@@ -87,7 +88,7 @@ class _Pending:
         vote: the latest one.
         agreed: this rank has voted for success, and may have taken that back.
         ended: the room has ended here without rank 0; only the vote is still to be delivered.
-        shared: this life of rank 0 has opened the room, so the room ends with it.
+        shared: this incarnation of rank 0 has opened the room, so the room ends with it.
     """
 
     vote: Vote
@@ -116,7 +117,7 @@ class Elected(Verdict):
         self._epoch = epoch
         self._options = options
         self._ranks: dict[Epoch, Rank] = {}
-        self._elders: dict[Epoch, Rank] = {}
+        self._older: dict[Epoch, Rank] = {}
         # Followers.
         self._leader: Epoch | None = None
         self._leader_lost = False
@@ -134,21 +135,16 @@ class Elected(Verdict):
         counted = sum(room.decided is None for room in self._rooms.values())
         return len(self._pending) - len(self._ended) + counted
 
-    @property
-    def remembered(self) -> int:
-        """Rooms that are kept, decided or not."""
-        return len(self._rooms) + len(self._pending)
-
     # The ranks of the instance.
 
     def joined(self, epoch: Epoch, rank: Rank, now: float) -> list[Send | Outcome]:
-        """A rank of the instance is there (again, perhaps in a new life, which is the end of its others)."""
+        """A rank of the instance is there (again, perhaps in a new incarnation, which is the end of its others)."""
         out: list[Send | Outcome] = []
         if epoch in self._ranks:
             return out
         for other in [e for e, r in self._ranks.items() if r == rank]:
             out += self.lost(other, now)
-        self._elders.pop(epoch, None)
+        self._older.pop(epoch, None)
         self._ranks[epoch] = rank
         if rank == 0 != self._rank:
             self._leader = epoch
@@ -156,12 +152,12 @@ class Elected(Verdict):
         return out
 
     def followed(self, epoch: Epoch, rank: Rank) -> None:
-        """This life of a rank is there, but a younger one counts, until this one joins or is lost."""
-        self._elders[epoch] = rank
+        """This incarnation of a rank is there, but a younger one counts, until this one joins or is lost."""
+        self._older[epoch] = rank
 
     def lost(self, epoch: Epoch, now: float) -> list[Send | Outcome]:
-        """A rank of the instance is lost: rooms that need it fail; those that its next life may open wait for it."""
-        self._elders.pop(epoch, None)
+        """A rank is lost: rooms that need it fail; those that its next incarnation may open wait for it."""
+        self._older.pop(epoch, None)
         rank = self._ranks.pop(epoch, None)
         out: list[Send | Outcome] = []
         if rank is None:
@@ -217,9 +213,9 @@ class Elected(Verdict):
         return self.on_vote(frame, now) if isinstance(frame, Vote) else self.on_decision(frame, now)
 
     def on_vote(self, vote: Vote, now: float) -> list[Send | Outcome]:
-        """Rank 0: another rank's vote; every vote is answered, an elder life's too."""
+        """Rank 0: another rank's vote; every vote is answered, an older incarnation's too."""
         epoch, generation, name = Epoch(vote.src), Generation(vote.generation), RoomId(vote.room)
-        rank = self._ranks.get(epoch, self._elders.get(epoch))
+        rank = self._ranks.get(epoch, self._older.get(epoch))
         if rank is None or self._rank != 0:
             return []
         use, room = _Use(epoch, generation), self._rooms.get(name)
@@ -267,12 +263,12 @@ class Elected(Verdict):
     # Time.
 
     def tick(self, now: float) -> list[Send | Outcome]:
-        """Repeat what is unanswered, and vote against rooms that no life of rank 0 has opened in time."""
+        """Repeat what is unanswered, and vote against rooms that no incarnation of rank 0 has opened in time."""
         out: list[Send | Outcome] = [*self._repeat.tick(now)]
         for name in [name for name, until in self._unclaimed.items() if until <= now]:
             del self._unclaimed[name]
             generation = Generation(self._pending[name].vote.generation)
-            late = f"{self._lost(Rank(0))}, and no other life of it has opened the room in time"
+            late = f"{self._lost(Rank(0))}, and no other incarnation of it has opened the room in time"
             out += self.vote(RoomKey(name, generation), False, late, now)
         return out
 
@@ -322,7 +318,7 @@ class Elected(Verdict):
         if ended is RoomOutcome.DONE:
             return Decided(True, "")
         if use.epoch not in self._ranks:
-            refused = Decided(False, f"another life of rank {rank} is there")
+            refused = Decided(False, f"another incarnation of rank {rank} is there")
         elif room is not None and rank in room.uses:
             refused = Decided(False, USED_TWICE)
         elif ended is not None:
@@ -345,7 +341,7 @@ class Elected(Verdict):
         if room.decided is not None:
             return [Outcome(RoomKey(name, use.generation), room.decided)] if rank == self._rank else []
         if ok is None:
-            # Followers must know when the room is open on rank 0, or they would take it for one of its next life.
+            # Followers must know when the room is open on rank 0, or they would take it for a later one's.
             others = [] if rank != self._rank else [one for r, one in room.uses.items() if r != rank]
             return [self._decision(name, one, None, shared=True) for one in others if one.epoch in self._ranks]
         room.votes[rank] = ok

@@ -165,8 +165,8 @@ class RoomFrame(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=0):
     """The sender's identity; sent until the receiver's ``Hello`` names its epoch, and whenever an epoch does not match.
 
-    ``started`` is when the sender's process began, as a ``pid`` may be used again. ``born`` is when this life of the
-    sender began, in nanoseconds since the boot of ``host``. ``verdict`` is who says how rooms ended, see
+    ``started`` is when the sender's process began, as a ``pid`` may be used again. ``born`` is when this incarnation of
+    the sender began, in nanoseconds since the boot of ``host``. ``verdict`` is who says how rooms ended, see
     :mod:`disagg_kv.core.verdict`. ``queues``: kernels of prefill queue copies, and keep no thread meanwhile.
     """
 

@@ -11,7 +11,9 @@ Every method that may let rooms leave returns them. The caller checks that they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import takewhile
 from math import inf
 from typing import TypeAlias
 
@@ -19,6 +21,7 @@ from attrs import define, field, frozen
 
 from ...core import KnownPeer, RoomKey
 from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
+from ...ids import Epoch
 from ...rendezvous import Source
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
@@ -74,11 +77,16 @@ class PrefillInstance:
 
 
 class Discovery:
-    """Instances that rooms wait for; everything here runs on the endpoint's thread."""
+    """Instances that rooms wait for; everything here runs on the endpoint's thread.
+
+    Attributes:
+        unmet: by source, rooms that failed before their prefill ranks were known.
+    """
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._instances: dict[Source, PrefillInstance] = {}
+        self.unmet: dict[Source, dict[RoomKey, DecodeRoom]] = {}
 
     def add(self, room: DecodeRoom) -> Sequence[Outcome]:
         """A room waits from now on."""
@@ -95,6 +103,24 @@ class Discovery:
         if instance is not None:
             instance.waiting.pop(room.key, None)
             self._let_go(instance)
+        unmet = self.unmet.get(room.source, {})
+        if unmet.pop(room.key, None) is not None and not unmet:
+            del self.unmet[room.source]
+
+    def uninformed(self, *sources: Source) -> Iterator[tuple[DecodeRoom, Epoch]]:
+        """Rooms of these sources that failed before their prefill ranks were known, with ranks that do not know that.
+
+        The ranks are there, or cannot work with us. Who has learned of a room has learned of all earlier ones of the
+        source, so no room costs more because of them.
+        """
+        loop = self._loop
+        for source in sources:
+            there = [remote.epoch for remote in loop.remotes.values() if remote.hello.instance == source.instance]
+            useless = (loop.peers.useless_at(address, loop.now) for address in loop.directory.known(source) or ())
+            for epoch in [*there, *filter(None, useless)]:
+                rooms = takewhile(partial(_not_informed, epoch), reversed(self.unmet[source].values()))
+                for room in reversed(list(rooms)):
+                    yield room, epoch
 
     def tick(self) -> Sequence[Outcome]:
         """Ask the rendezvous again where that is due. Instances that no room waits for are forgotten."""
@@ -263,3 +289,7 @@ def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:
         if remote.shards != first.shards:
             others = IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
             raise others.about(**hello.who)
+
+
+def _not_informed(epoch: Epoch, room: DecodeRoom) -> bool:
+    return epoch not in room.machine.writers

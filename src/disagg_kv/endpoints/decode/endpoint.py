@@ -14,7 +14,7 @@ from ...errors import ConfigurationError, QuarantineFullError
 from ...geometry import Shard
 from ...ids import Epoch, RoomId, room_name
 from ...kernels import Kernels
-from ...memory import Buffer, MemoryPool
+from ...memory import MemoryPool
 from ...planning import Segment
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
@@ -68,6 +68,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         observer: receives spans and counters.
         environment: clock, threads and identity, for tests and simulations.
 
+    Attributes:
+        staging: the ring: where rows land before they are scattered.
+
     Raises:
         ConfigurationError: an argument of another type or out of range; or an explicit path that exposes pages, with
             memory that the transport cannot write to, or that it does not map although the path needs that.
@@ -109,7 +112,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
             movers = ready_kernels(pool, kernels, verify)
             self._ring = ring = made_by(allocator, ring_bytes)
-            self._staging = memory = new_staging(parts.transport, ring_bytes, device)
+            self.staging = memory = new_staging(parts.transport, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
             ring_region, *regions = parts.transport.register([memory, *(pool.buffers if exposed else ())])
             flags, place = new_flag_page(parts.transport, usable) if verify == "off" else (None, b"")
@@ -153,24 +156,9 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self.driver.post(partial(self._side.open, key, handle, source, own, tag))
         return handle
 
-    @property
-    def quarantined_bytes(self) -> int:
-        """Bytes of the ring that wait for evidence."""
-        return self._side.quarantined
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of the ring that are leased: to segments on their way, or waiting for evidence."""
-        return self._ring.live_bytes
-
     def _memory(self) -> Usage:
-        leased, stuck = self.leased_bytes, self.quarantined_bytes
+        leased, stuck = self._ring.live_bytes, self._side.quarantined
         return Usage({}, ring_bytes=self._ring_bytes, ring_used_bytes=leased, quarantined_bytes=stuck)
-
-    @property
-    def staging(self) -> Buffer:
-        """The ring: where rows land before they are scattered."""
-        return self._staging
 
     def inspect(self) -> DecodeInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""

@@ -20,6 +20,9 @@ class RateLimiter:
         bytes_per_s: the pace.
         burst_s: seconds of it that a pause saves up.
 
+    Attributes:
+        ready_at: when the next piece of work may begin.
+
     Raises:
         ConfigurationError: a number that is not positive.
     """
@@ -27,17 +30,12 @@ class RateLimiter:
     def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
         self._pace = arguments.positive(bytes_per_s, "scatter_bytes_per_s")
         self._burst = arguments.seconds(burst_s, "burst_s")
-        self._free_at = float("-inf")
-
-    @property
-    def ready_at(self) -> float:
-        """When the next piece of work may begin."""
-        return self._free_at
+        self.ready_at = float("-inf")
 
     def ready(self, now: float) -> bool:
         """Whether work may begin now."""
-        return now >= self._free_at
+        return now >= self.ready_at
 
     def begin(self, nbytes: int, now: float) -> None:
         """Begin work of ``nbytes`` bytes; unused time counts up to the burst."""
-        self._free_at = max(self._free_at, now - self._burst) + nbytes / self._pace
+        self.ready_at = max(self.ready_at, now - self._burst) + nbytes / self._pace

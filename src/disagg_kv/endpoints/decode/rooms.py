@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from itertools import takewhile
 from math import inf
 
 from ...core import (
@@ -105,12 +103,11 @@ class DecodeSide:
         self._touched: dict[DecodeRoom, None] = {}
         self._handling = False
         self._arrivals = Arrivals(loop, self._receipts.send)
-        self._unmet: dict[Source, dict[RoomKey, DecodeRoom]] = {}
         self._lingering: set[RoomKey] = set()
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
         self._used = UsedPeers(loop.peers)
-        self.flags = RoomFlags(flags, loop.me.epoch, loop.me.life.process.host)
+        self.flags = RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
         self._lively_at = 0.0
         self.quarantined = 0
 
@@ -199,18 +196,9 @@ class DecodeSide:
             self._ask()
 
     def _inform(self, *sources: Source) -> None:
-        """Prefill ranks that are there, or cannot work with us, learn which rooms failed before they were known.
-
-        Who has learned of a room has learned of all earlier ones of the source, so no room costs more because of them.
-        """
-        loop = self._loop
-        for source in sources:
-            there = [remote.epoch for remote in loop.remotes.values() if remote.hello.instance == source.instance]
-            useless = (loop.peers.useless_at(address, loop.now) for address in loop.directory.known(source) or ())
-            for epoch in [*there, *filter(None, useless)]:
-                rooms = takewhile(partial(_not_informed, epoch), reversed(self._unmet[source].values()))
-                for room in reversed(list(rooms)):
-                    self._handle(room, Met(epoch))
+        """Prefill ranks that are there, or cannot work with us, learn which rooms failed before they were known."""
+        for room, epoch in self._discovery.uninformed(*sources):
+            self._handle(room, Met(epoch))
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
@@ -220,7 +208,7 @@ class DecodeSide:
         """A prefill rank is connected."""
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
-        self._inform(*self._unmet)
+        self._inform(*self._discovery.unmet)
         self._take_found(self._discovery.on_up(remote.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:
@@ -230,7 +218,7 @@ class DecodeSide:
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """A prefill rank cannot be connected: rooms that wait for it fail, and it learns that."""
-        self._inform(*self._unmet)
+        self._inform(*self._discovery.unmet)
         self._take_found(self._discovery.on_unreachable(address, error))
 
     def on_lost(self, lost: Lost) -> None:
@@ -363,7 +351,7 @@ class DecodeSide:
         if vote.ok and any(other is room and not later.ok for other, later in self._votes):
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
-            self._unmet.setdefault(room.source, {})[room.key] = room
+            self._discovery.unmet.setdefault(room.source, {})[room.key] = room
             self._inform(room.source)
         if vote.ok and room.handle.report.placed is None:
             room.handle.report.placed = self._loop.clock()
@@ -451,9 +439,6 @@ class DecodeSide:
             self.flags.ended(room)
             self._discovery.forget(room)
             self._lingering.discard(room.key)
-            unmet = self._unmet.get(room.source, {})
-            if unmet.pop(room.key, None) is not None and not unmet:
-                del self._unmet[room.source]
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
             if self._loop.observed:
@@ -501,12 +486,9 @@ class DecodeSide:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._queue.check_integrity()
         self.flags.check_integrity(self._rooms.values())
-        assert self._lingering <= {key for rooms in self._unmet.values() for key in rooms} <= self._rooms.keys()
+        unmet = {key for rooms in self._discovery.unmet.values() for key in rooms}
+        assert self._lingering <= unmet <= self._rooms.keys()
         for room in self._rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()
         self._scatters.check_integrity(self._queue, self._rooms.values())
-
-
-def _not_informed(epoch: Epoch, room: DecodeRoom) -> bool:
-    return epoch not in room.machine.writers

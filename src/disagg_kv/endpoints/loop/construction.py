@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from weakref import ref
 
 from attrs import frozen
@@ -27,7 +26,7 @@ from ...trace import Observer, Silent
 from ...transports import Transport, between_processes
 from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
 from ...transports.registry import AUTO
-from ..peers.background import Background, HelperThreads, inline
+from ..peers.background import Background, HelperThreads, Inline
 from ..peers.handshake import EndpointInfo, check_instance
 from ..peers.incarnation import Incarnation
 
@@ -43,7 +42,7 @@ class Environment:
             least every third of ``silence_s``, or peers lose it.
         engine: False: the engine's calls do not advance the endpoint. Without a thread, the caller does, by
             ``driver.step``.
-        life: epoch and process of the endpoint; None: a new epoch in this process. An epoch must not be used twice.
+        incarnation: epoch and process of the endpoint; None: a new epoch in this process. No epoch may be used twice.
         background: creates the helpers for calls that may block: a function of a name and of the number of calls that
             run at a time. None: threads, or the calling thread where the endpoint has no thread.
 
@@ -55,7 +54,7 @@ class Environment:
     sleep: Callable[[float], None] = time.sleep
     thread: bool = True
     engine: bool = True
-    life: Incarnation | None = None
+    incarnation: Incarnation | None = None
     background: Callable[[str, int], Background] | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -63,8 +62,8 @@ class Environment:
         arguments.function(self.sleep, "sleep")
         arguments.flag(self.thread, "thread")
         arguments.flag(self.engine, "engine")
-        if self.life is not None:
-            arguments.one(self.life, "life", Incarnation)
+        if self.incarnation is not None:
+            arguments.one(self.incarnation, "incarnation", Incarnation)
         if self.background is not None:
             arguments.function(self.background, "background")
 
@@ -77,7 +76,7 @@ def helpers(environment: Environment, name: str, most: int) -> Background:
     """
     background = environment.background
     if background is None:
-        return HelperThreads(name, most) if environment.thread else inline(name, most)
+        return HelperThreads(name, most) if environment.thread else Inline()
     try:
         made = background(name, most)
     except Exception as exc:
@@ -234,16 +233,14 @@ class Parts:
         """An error inside closes the transport, if no caller has it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and self._ours:
             self.transport.close(0.0)
 
     def info(self, role: Role, regions: Sequence[RegionId], paths: tuple[TransferPlanner, ...]) -> EndpointInfo:
         """How an endpoint introduces itself, without the fields of one side."""
         return EndpointInfo(
-            self.environment.life or Incarnation(),
+            self.environment.incarnation or Incarnation(),
             self.channel.address,
             role,
             self.instance,

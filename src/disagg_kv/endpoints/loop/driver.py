@@ -236,7 +236,7 @@ class Driver:
                 self._plan()
         except BaseException as exc:
             self._break_down(self.loop.failures.break_down(exc))
-            self.loop.drop_commands()
+            self.loop.commands.clear()  # every room has ended: nothing of what was posted is done any more
             if engine and not isinstance(exc, Exception | Broken):
                 raise
 

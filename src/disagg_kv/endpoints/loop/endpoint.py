@@ -92,7 +92,7 @@ class Endpoint(ABC, Generic[H, S]):
         return self.driver.closed
 
     def poll(self) -> Sequence[H]:
-        """See :meth:`~disagg_kv.endpoints.api.Sender.poll` and :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
+        """See :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
         self._loop.home.check()
         self.driver.drive()
         if self.driver.broken is not None:
@@ -100,7 +100,11 @@ class Endpoint(ABC, Generic[H, S]):
         return self._changes.take()
 
     def wait(self, timeout_s: float) -> bool:
-        """See :meth:`~disagg_kv.endpoints.api.SupportsWait.wait`."""
+        """Advance the endpoint on the calling thread until ``poll`` has something; False: it had nothing in that time.
+
+        Raises:
+            EndpointBrokenError: the endpoint cannot go on.
+        """
         wanted = arguments.seconds(timeout_s, "timeout_s", zero=True)
         if self.driver.broken is not None:
             raise self.driver.broken
@@ -115,17 +119,17 @@ class Endpoint(ABC, Generic[H, S]):
         return descriptor
 
     def peers(self) -> Sequence[PeerInfo]:
-        """See :meth:`~disagg_kv.endpoints.api.Sender.peers`."""
+        """See :meth:`~disagg_kv.endpoints.api.Receiver.peers`."""
         return self._loop.sessions.listed()
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
-        """See :meth:`~disagg_kv.endpoints.api.Sender.confirm_terminated`."""
+        """See :meth:`~disagg_kv.endpoints.api.Receiver.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
         with self._admission.enter("confirm_terminated"):
             self.driver.post(partial(self._loop.confirm_terminated, self._loop.sessions.find(named)))
 
     def close(self, drain_s: float = 5.0) -> None:
-        """See :meth:`~disagg_kv.endpoints.api.Sender.close`."""
+        """See :meth:`~disagg_kv.endpoints.api.Receiver.close`."""
         self.driver.close(drain_s)
         self._changes.show_live()
 
@@ -134,11 +138,6 @@ class Endpoint(ABC, Generic[H, S]):
         """Rooms that are still kept: open ones, and ended ones that wait for evidence or a last answer."""
         return self._side.open_rooms
 
-    def _links(self) -> tuple[int, int]:
-        """How many peers are known, and above how many those are forgotten that no room uses. From any thread."""
-        peers = self._loop.peers
-        return len(peers), int(min(peers.budget.most, self._options.peers))
-
     def _rooms(self) -> Counter[Phase]:
         """By phase, the rooms that are not released. From any thread."""
         states = (handle.state for handle in self._ids.handles())
@@ -146,8 +145,9 @@ class Endpoint(ABC, Generic[H, S]):
 
     def usage(self) -> Usage:
         """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
-        links, most = self._links()
-        return evolve(self._memory(), rooms=self._rooms(), links=links, links_most=most)
+        peers = self._loop.peers
+        most = int(min(peers.budget.most, self._options.peers))
+        return evolve(self._memory(), rooms=self._rooms(), links=len(peers), links_most=most)
 
     @abstractmethod
     def _memory(self) -> Usage:

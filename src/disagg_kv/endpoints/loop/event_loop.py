@@ -77,7 +77,7 @@ class EventLoop(Peering):
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, self._on_help, clock, options)
-        self._commands: deque[Callable[[], None]] = deque()
+        self.commands: deque[Callable[[], None]] = deque()
         self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self.budget_s = BUDGET_S
@@ -98,14 +98,14 @@ class EventLoop(Peering):
             LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
         self.home.check()
-        self._commands.append(command)
+        self.commands.append(command)
         if self.failures.broken is not None:
             raise self.failures.broken
 
     @property
     def behind(self) -> bool:
         """Whether commands or frames wait that the last advance has not taken. From any thread."""
-        return bool(self._commands or self._receive_buffer.left)
+        return bool(self.commands or self._receive_buffer.left)
 
     @property
     def pending(self) -> bool:
@@ -134,7 +134,7 @@ class EventLoop(Peering):
             log.warning("endpoint %s/%d: %s", self.me.instance, self.me.rank, paused)
         self.budget_s = budget_s
         self._last_words = None
-        changed, commanded = self._busy, bool(self._commands)
+        changed, commanded = self._busy, bool(self.commands)
         # Frames go before what is less urgent, as bytes may wait for them, but not before what the engine has said.
         if commanded:
             changed |= self._act(commands=True)
@@ -167,8 +167,8 @@ class EventLoop(Peering):
         due, helped = self.now >= self._due_at, self._helped
         if helped:
             self._helped = False  # before the results are taken: another one may come meanwhile
-        acted = helped or bool(self._commands)
-        # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
+        acted = helped or bool(self.commands)
+        # Ends come first: a room that is opened after a peer's end must not be bound to the incarnation that ended.
         try:
             if self.poll_transport():
                 acted = True
@@ -178,17 +178,17 @@ class EventLoop(Peering):
             self.failures.met(exc)
         if due or helped:
             self._all(self._take_links, self.take_answers)
-        if due or self._commands or self._process_monitor.landing:
+        if due or self.commands or self._process_monitor.landing:
             self._all(self._notice_exits)
         if due:
             self._ticked_at = self.now
             self._all(self._tick_peers, self._tick_verdict, self.ranks.tick, self.side.tick)
             self.next_at()
-        if commands and self._commands:
+        if commands and self.commands:
             budget = self.budget()
-            while self._commands and budget.take():
+            while self.commands and budget.take():
                 try:
-                    self._commands.popleft()()
+                    self.commands.popleft()()
                 except Exception as exc:
                     self.failures.met(exc)
         if self._later:
@@ -265,7 +265,7 @@ class EventLoop(Peering):
     def inspect(self) -> LoopInspection:
         """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
         return LoopInspection(
-            self._commands,
+            self.commands,
             self._receive_buffer.left,
             self.peers,
             self.remotes,
@@ -277,10 +277,6 @@ class EventLoop(Peering):
     def _end_rooms(self, error: DisaggKVError) -> None:
         self._due_at = -inf
         self.side.integrity_failure(error)
-
-    def drop_commands(self) -> None:
-        """The endpoint has broken, and every room has ended: nothing of what was posted is done any more."""
-        self._commands.clear()
 
     def _deaf(self, exc: Exception) -> None:
         """Perhaps the channel works again later; if not, this thread must be there to end rooms, without spinning."""
@@ -385,7 +381,7 @@ class EventLoop(Peering):
         if session is None or (link := session.link) is None:
             self.observer.count("transport.unexpected")
             return
-        epoch = session.epoch
+        epoch = session.known.epoch
         lane = lane_of(self.me.transport, event.peer)
         error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
         self._hear_last()  # it may have said before its end that it has all rows
@@ -395,11 +391,11 @@ class EventLoop(Peering):
             self._gone(session)
 
     def _notice_exits(self) -> None:
-        for session in self._process_monitor.ended(at_once=bool(self._commands)):
+        for session in self._process_monitor.ended(at_once=bool(self.commands)):
             self._hear_last()
-            self.lose(session.epoch, self._lost(session.epoch, "its process has ended"), ended=True)
+            self.lose(session.known.epoch, self._lost(session.known.epoch, "its process has ended"), ended=True)
         if self._process_monitor.landing:
-            for session in self._process_monitor.drained(lambda session: self.lane(session.epoch).caps.drain_s):
+            for session in self._process_monitor.drained(lambda session: self.lane(session.known.epoch).caps.drain_s):
                 self._gone(session)
 
     def _on_closed(self, frame: Disconnected) -> None:

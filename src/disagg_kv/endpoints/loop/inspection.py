@@ -39,8 +39,3 @@ class LoopInspection:
     sessions: Sessions
     verdict: Verdict
     ranks: InstanceRanks
-
-    @property
-    def backlog(self) -> tuple[int, int]:
-        """How many commands and frames wait that did not fit into the last step."""
-        return len(self.commands), len(self.frames)

@@ -81,7 +81,7 @@ class Peering:
         self._helped = False
         self.connections = Connections(me.transport, helpers, self._on_help, clock, self.observer, options, ready)
         self.sessions = Sessions(self.peers, options, clock)
-        self._process_monitor = ProcessMonitor(clock, me.life.process, me.life.watch)
+        self._process_monitor = ProcessMonitor(clock, me.incarnation.process, me.incarnation.watch)
 
     def _on_help(self) -> None:
         """On a helper thread: a call that may block has returned."""
@@ -141,20 +141,20 @@ class Peering:
 
     def _take_links(self) -> None:
         for linked in self.connections.results():
-            self.failures.guard(self.of_peer, linked.session.epoch, self._on_linked, linked)
+            self.failures.guard(self.of_peer, linked.session.known.epoch, self._on_linked, linked)
 
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
         session, link = linked.session, linked.link
         error = link if isinstance(link, DisaggKVError) else self._unwatched(session)
         if error is not None:
-            self._peer_effects(self.peers.shut(session.epoch, error, self.now))
-            self.side.on_unreachable(session.hello.address, error)
+            self._peer_effects(self.peers.shut(session.known.epoch, error, self.now))
+            self.side.on_unreachable(session.known.hello.address, error)
         else:
-            self.remotes[session.epoch] = RemoteEndpoint.of(session.hello)
-            self.side.on_up(self.remotes[session.epoch])
+            self.remotes[session.known.epoch] = RemoteEndpoint.of(session.known.hello)
+            self.side.on_up(self.remotes[session.known.epoch])
         for take_in in linked.frames:
-            self.failures.guard(self.of_peer, session.epoch, take_in)
+            self.failures.guard(self.of_peer, session.known.epoch, take_in)
 
     def _unwatched(self, session: PeerSession) -> DisaggKVError | None:
         """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.
@@ -205,8 +205,8 @@ class Peering:
         return PeerLostError(f"{self.sessions.name(epoch)}: {reason}", **self.sessions.who(epoch))
 
     def _gone(self, session: PeerSession) -> None:
-        self.side.on_gone(session.epoch)
-        self.remotes.pop(session.epoch, None)
+        self.side.on_gone(session.known.epoch)
+        self.remotes.pop(session.known.epoch, None)
         self._unlink(session)
 
     def _unlink(self, session: PeerSession) -> None:
@@ -215,7 +215,7 @@ class Peering:
         self.connections.drop(session)
 
     def send(self, send: Send) -> None:
-        """To a life, wherever it is; dropped if it is not known any more."""
+        """To an incarnation, wherever it is; dropped if it is not known any more."""
         address = self.peers.address(send.to)
         if address is None:
             self.observer.count("frames.unroutable")

@@ -17,7 +17,7 @@ class Side(Protocol):
     """The half that is different: rooms, and what moves their bytes."""
 
     def on_frame(self, frame: RoomFrame) -> None:
-        """A frame about a room, from a life that is known, to this life."""
+        """A frame about a room, from an incarnation that is known, to this incarnation."""
         ...
 
     def on_up(self, remote: RemoteEndpoint) -> None:

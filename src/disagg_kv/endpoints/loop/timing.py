@@ -133,7 +133,7 @@ class Pauses:
     Args:
         least_s: what is shorter is none.
         blamed_s: seconds after it in which it explains errors.
-        ended: whether the process of a life is known to have ended. No pause explains that.
+        ended: whether the process of an incarnation is known to have ended. No pause explains that.
     """
 
     def __init__(self, least_s: float, blamed_s: float, ended: Callable[[bytes], bool]) -> None:

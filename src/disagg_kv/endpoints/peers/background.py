@@ -127,11 +127,6 @@ class HelperThreads:
             log.exception("a job of %s raised, which is a bug", self._name)
 
 
-def inline(name: str, most: int) -> Inline:
-    """See :class:`Inline`."""
-    return Inline()
-
-
 class Inline:
     """Runs each job at once, on the calling thread: for endpoints that their caller drives."""
 

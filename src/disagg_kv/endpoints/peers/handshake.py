@@ -55,7 +55,7 @@ class EndpointInfo:
     """One endpoint, as it introduces itself.
 
     Args:
-        life: its incarnation.
+        incarnation: its incarnation.
         role: which side.
         instance: name of the set of ranks it belongs to.
         rank: its index there.
@@ -73,7 +73,7 @@ class EndpointInfo:
         prepare: prefill: makes its kernels ready for a peer's cache, or its mapped pool. Blocks; on any thread.
     """
 
-    life: Incarnation
+    incarnation: Incarnation
     address: str
     role: Role
     instance: str
@@ -97,7 +97,7 @@ class EndpointInfo:
     @property
     def epoch(self) -> Epoch:
         """Its incarnation's name."""
-        return self.life.epoch
+        return self.incarnation.epoch
 
     def hello(self) -> Callable[[bytes], Hello]:
         """Makes the ``Hello`` towards an incarnation; everything but that is encoded once."""
@@ -113,10 +113,10 @@ class EndpointInfo:
                 role=self.role,
                 instance=self.instance,
                 rank=self.rank,
-                host=self.life.process.host,
-                pid=self.life.process.pid,
-                started=self.life.process.started,
-                born=self.life.born,
+                host=self.incarnation.process.host,
+                pid=self.incarnation.process.pid,
+                started=self.incarnation.process.started,
+                born=self.incarnation.born,
                 spec=spec,
                 shards=shards,
                 site=site,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attrs import define, field, frozen
 
-from ...core import Hello, KnownPeer, Options, PeerTable, RoomKey
+from ...core import KnownPeer, Options, PeerTable, RoomKey
 from ...core.wire.frames import WirePace
 from ...errors import About, DisaggKVError, UnknownNameError
 from ...ids import Epoch, Peer, Rank, peer_name, room_text
@@ -82,16 +82,6 @@ class PeerSession:
     pace: WirePace | None = None
 
     @property
-    def epoch(self) -> Epoch:
-        """Its name."""
-        return self.known.epoch
-
-    @property
-    def hello(self) -> Hello:
-        """As it introduced itself."""
-        return self.known.hello
-
-    @property
     def linked(self) -> bool:
         """Whether the transport is connected to it."""
         return self.link is not None and self.link.linked
@@ -154,7 +144,7 @@ class Sessions:
         return (*there, *(self._info(session) for session in sessions if session.known.lost and session.held))
 
     def _info(self, session: PeerSession) -> PeerInfo:
-        known, hello, lane = session.known, session.hello, session.lane
+        known, hello, lane = session.known, session.known.hello, session.lane
         held = list(session.held.items())  # one step
         now = self._clock()
         silent_s = max(0.0, now - known.last_frame_at)

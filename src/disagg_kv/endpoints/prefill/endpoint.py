@@ -14,7 +14,7 @@ from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import GroupId, RoomId, room_name
 from ...kernels import Kernels, SupportsConversions, SupportsStreams
-from ...memory import Buffer, MemoryPool
+from ...memory import MemoryPool
 from ...planning import Batch
 from ...rendezvous import Rendezvous
 from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
@@ -39,7 +39,7 @@ from .transfers import TransferQueue
 
 
 class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
-    """A prefill rank's endpoint; see :class:`~disagg_kv.endpoints.api.Sender`.
+    """A prefill rank's endpoint.
 
     Args:
         pool: the rank's cache.
@@ -67,6 +67,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             peers of any layout. For a cache of another dtype they are when such a peer is connected.
         observer: receives spans and counters.
         environment: clock, threads and identity, for tests and simulations.
+
+    Attributes:
+        staging: where rows are gathered before they are sent.
 
     Raises:
         ConfigurationError: an argument of another type or out of range; or an explicit path that maps pages, with a
@@ -116,7 +119,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
             maps = any(path.mover == "mapped" for path in usable) and isinstance(parts.transport, SupportsMapping)
             ready = ready_kernels(pool, kernels, verify, maps)
-            self._staging = staging = new_staging(parts.transport, staging_slots(self._slots, slot_bytes), device)
+            self.staging = staging = new_staging(parts.transport, staging_slots(self._slots, slot_bytes), device)
             *regions, staged = parts.transport.register([*pool.buffers, staging])
             pools = ReadPools(pool, ready, verify)
             known = tuple(ready.conversions) if isinstance(ready, SupportsConversions) else ()
@@ -144,7 +147,23 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> DeliveryHandle:
-        """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
+        """Open a room. Every room that this returns ends, even if another thread calls ``close`` at the same time.
+
+        Args:
+            room: 1 to 64 bytes; :func:`~disagg_kv.endpoints.room_id` makes them of text. Equal on both sides, and used
+                once: a retry has another id, see :func:`~disagg_kv.endpoints.attempt_id`.
+            tag: at most 256 bytes, such as a digest of the prompt. A decode instance that opens the room with another
+                tag fails with an :class:`~disagg_kv.errors.IntegrityError`, and the room stays open for others.
+            total_s: seconds after which the room fails; None: as in the endpoint's options.
+            claim_s: seconds after ``finish`` after which the room fails if no decode rank has asked for it; None: as in
+                the endpoint's options.
+
+        Raises:
+            ConfigurationError: an id that is not 1 to 64 bytes, or a time that is not positive and finite.
+            LocalProtocolError: the id was used before, or the endpoint is closed.
+            QuarantineFullError: too much staging memory waits for evidence.
+            SupersededError: another process has taken the place of this rank.
+        """
         room = RoomId(arguments.room_id(room))
         tag = arguments.octets(tag, f"{room_name(room)}: tag")
         own = self._options.of_room(total_s, claim_s)
@@ -163,7 +182,18 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     def step(
         self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()
     ) -> ForwardPass:
-        """See :meth:`~disagg_kv.endpoints.api.Sender.step`."""
+        """Announce a forward pass, so that grants are requested before the rows are computed.
+
+        All ranks of an instance must announce the same passes.
+
+        Args:
+            chunks: per room ``stop`` and ``pages``, as for :meth:`~disagg_kv.endpoints.Delivery.send_chunk`.
+            uses: features that the engine uses in this pass. Some features forbid layer groups.
+
+        Raises:
+            GeometryError: as :meth:`~disagg_kv.endpoints.Delivery.send_chunk`.
+            LocalProtocolError: a room is not open or does not grow, or the endpoint is closed.
+        """
         rooms: list[tuple[DeliveryHandle, int, Mapping[GroupId, PageTable]]] = []
         for room, stop, pages in _chunks(chunks):
             handle = self._ids.get(room)
@@ -181,19 +211,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         layers, traced = self._pool.site.shard.layers(), self._loop.traced
         return ForwardPass(submitted, layers, self.driver, self._side, cuts, layered=layered, traced=traced)
 
-    @property
-    def pinned_slots(self) -> int:
-        """Staging slots that are being filled or that a write may still read."""
-        return self._transfers.staged.slots.held
-
     def _memory(self) -> Usage:
         stuck = self._side.quarantined_slots * self._slot_bytes
-        return Usage({}, slots=self._slots, slots_used=self.pinned_slots, quarantined_bytes=stuck)
-
-    @property
-    def staging(self) -> Buffer:
-        """Where rows are gathered before they are sent."""
-        return self._staging
+        return Usage({}, slots=self._slots, slots_used=self._transfers.staged.slots.held, quarantined_bytes=stuck)
 
     def inspect(self) -> PrefillInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""

@@ -80,7 +80,12 @@ class PrefillCommands(Protocol):
 
 
 class DeliveryHandle(RoomHandle):
-    """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`."""
+    """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`.
+
+    Attributes:
+        given: rows that were submitted since the last withdrawal.
+        held: rows that decode holds already; None: decode has not reported them yet.
+    """
 
     def __init__(self, key: RoomKey, pool: MemoryPool, driver: Driver, side: PrefillCommands) -> None:
         super().__init__(key.room)
@@ -88,9 +93,9 @@ class DeliveryHandle(RoomHandle):
         self._pool = pool
         self._driver = driver
         self._side = side
-        self._held: Mapping[GroupId, int] | None = None
+        self.held: Mapping[GroupId, int] | None = None
         self._stop = 0
-        self._given = 0
+        self.given = 0
         self._finished = False
         self._ended = False
         self._again: Mapping[GroupId, PageTable] | None = None
@@ -98,16 +103,6 @@ class DeliveryHandle(RoomHandle):
         self._turns = 0
         self._withdrawals = 0
         self._fired: list[HostEvent] = []
-
-    @property
-    def given(self) -> int:
-        """Rows that were submitted since the last withdrawal."""
-        return self._given
-
-    @property
-    def held(self) -> Mapping[GroupId, int] | None:
-        """Rows that decode holds already; None: decode has not reported them yet."""
-        return self._held
 
     def break_down(self, error: DisaggKVError) -> bool:
         """See :meth:`RoomHandle.break_down`; events of withdrawn pages fail too."""
@@ -117,7 +112,7 @@ class DeliveryHandle(RoomHandle):
 
     def hold(self, held: Mapping[GroupId, int]) -> None:
         """Endpoint's thread: decode has reported its held rows."""
-        self._held = held
+        self.held = held
 
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.send_chunk`."""
@@ -138,18 +133,18 @@ class DeliveryHandle(RoomHandle):
         """
         if self._ended and stop > self._stop:
             raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop} after finish at {self._stop}")
-        if stop <= self._given:
-            raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop}, but up to {self._given} were given")
+        if stop <= self.given:
+            raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop}, but up to {self.given} were given")
         site = self._pool.site
-        held = self._held or {}
-        starts = {g.id: max(self._given, min(held.get(g.id, 0), stop)) for g in site.token_groups}
+        held = self.held or {}
+        starts = {g.id: max(self.given, min(held.get(g.id, 0), stop)) for g in site.token_groups}
         # Where a window ends is not known yet: its rows are checked as they are read.
         tables = check_tables(self.room, site, pages, starts, stop, site.sliding_groups)
         return tables if self._again is None else joined(site, self._again, tables)
 
     def taken(self, stop: int, tables: Mapping[GroupId, PageTable], batch: Batch | None = None) -> SubmittedChunk:
         """Count the rows as submitted."""
-        start, self._given = self._given, stop
+        start, self.given = self.given, stop
         if self._again is not None:
             self._again = self._open_rows(stop, tables) if stop < self._stop else None
         if stop > self._stop:
@@ -219,7 +214,7 @@ class DeliveryHandle(RoomHandle):
                 return fired
             self._withdrawals += 1
             self._fired = [*(one for one in self._fired if not one.over), fired]
-            self._given = 0
+            self.given = 0
             self._again = {}
             if self._pool.site.state_groups:
                 self._finished = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from ...core import CastVote, Effect, Granted, Phase, RoomKey, RoomOutcome, Send, SendRoom, Transfer
@@ -124,30 +124,30 @@ class PrefillRooms:
 
     def closed_at(self, submitted: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
         """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
-        for one in submitted:
-            room = self._rooms.get(one.key)
-            if room is not None:
-                room.passes.pop(one.call_id, None)
+        for one, room in self._open(submitted):
+            room.passes.pop(one.call_id, None)
         self._passes.closed(submitted, ready, said, partial(self.broken, [one.key for one in submitted]))
 
     def _gated(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; its rows then count as final at once."""
         if not self.transfers.orders(ready):
             return False
-        for one in submitted:
-            room = self._rooms.get(one.key)
-            if room is not None:
-                try:
-                    room.ready_events.add(one.start, one.stop, layers, ready)
-                except Exception as exc:
-                    self.broken([one.key], exc)
+        for one, room in self._open(submitted):
+            try:
+                room.ready_events.add(one.start, one.stop, layers, ready)
+            except Exception as exc:
+                self.broken([one.key], exc)
         return True
 
     def _final(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None) -> None:
+        for one, room in self._open(submitted):
+            self._apply(room, room.machine.ready(one.call_id, layers, self._loop.now))
+
+    def _open(self, submitted: Sequence[SubmittedChunk]) -> Iterator[tuple[SubmittedChunk, PrefillRoom]]:
+        """The chunks whose rooms are still there."""
         for one in submitted:
-            room = self._rooms.get(one.key)
-            if room is not None:
-                self._apply(room, room.machine.ready(one.call_id, layers, self._loop.now))
+            if (room := self._rooms.get(one.key)) is not None:
+                yield one, room
 
     def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
         """The engine's event raised: it is unknown whether the bytes are final."""

@@ -283,11 +283,11 @@ def cutting(intake: Intake, writer: Rank, limits: Limits, path: TransferPlanner)
 
 
 def taken(routes: Sequence[Route], theirs: RemoteEndpoint) -> str | None:
-    """Why a decode rank cannot have a room: another instance has it, or another life of this rank."""
+    """Why a decode rank cannot have a room: another instance has it, or another incarnation of this rank."""
     for route in routes:
         ours = route.remote
         if ours.hello.instance != theirs.hello.instance or len(ours.shards) != len(theirs.shards):
             return f"decode instance {ours.hello.instance!r} has this room already"
         if ours.hello.rank == theirs.hello.rank:
-            return f"another life of rank {theirs.hello.rank} has this room already"
+            return f"another incarnation of rank {theirs.hello.rank} has this room already"
     return None

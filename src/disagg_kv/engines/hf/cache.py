@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from ...errors import GeometryError, UnsupportedError
-from ...geometry import I32, Group, PageTable, item_bytes
-from ...ids import LayerId
+from ...geometry import I32, PageTable, item_bytes
 from ...memory import PagedPool
 from ..versions import require
 from .layers import layers_of
@@ -37,6 +35,12 @@ class PagedHFCache:
             written, by the rules of :mod:`disagg_kv.geometry.formats` without scales; ``load`` and ``read`` give this
             dtype. States have the pool's.
 
+    Attributes:
+        device: the pool's device.
+        group: the page-id space.
+        layer_ids: the layers of this rank's pipeline stage, in the order in which its model numbers them from 0.
+        state_group: the group of state slots; None if the model has no states.
+
     Raises:
         UnsupportedError: a pool with other groups.
         MissingDependencyError: transformers is not installed.
@@ -47,41 +51,21 @@ class PagedHFCache:
         if dtype is not None:
             item_bytes(dtype)
         self._dtype = dtype
-        self._device = pool.buffers[0].device
+        self.device = pool.buffers[0].device
         site = pool.site
         if len(site.token_groups) != 1 or len(site.state_groups) > 1:
             groups = [g.id for g in site.groups]
             raise UnsupportedError(
                 f"a pool of groups {groups}; transformers needs one of tokens, at most one of states"
             )
-        (self._group,) = site.token_groups
-        self._states = next((site.group(g) for g in site.state_groups), None)
+        (self.group,) = site.token_groups
+        self.state_group = next((site.group(g) for g in site.state_groups), None)
         self._layers = layers_of(pool)
-        self._ids = site.shard.layers()
-
-    @property
-    def device(self) -> str:
-        """The pool's device."""
-        return self._device
-
-    @property
-    def group(self) -> Group:
-        """The page-id space."""
-        return self._group
-
-    @property
-    def layer_ids(self) -> Sequence[LayerId]:
-        """The layers of this rank's pipeline stage, in the order in which its model numbers them from 0."""
-        return self._ids
-
-    @property
-    def state_group(self) -> Group | None:
-        """The group of state slots; None if the model has no states."""
-        return self._states
+        self.layer_ids = site.shard.layers()
 
     def pages_for(self, rows: int) -> int:
         """How many pages ``rows`` rows need."""
-        return -(-rows // self._group.rows_per_page)
+        return -(-rows // self.group.rows_per_page)
 
     def fresh(self) -> Cache:
         """A model's own cache, empty."""
@@ -117,19 +101,15 @@ class PagedHFCache:
         for plane, given in zip(planes, (keys, values), strict=True):
             plane.cells[where] = plane.stored(given)[0].transpose(0, 1)
 
-    def write_index(self, layer: int, table: PageTable, start: int, keys: torch.Tensor) -> None:
-        """Write one layer's index keys ``[1, rows, dim]`` into the rows from ``start`` on.
+    def write_index_at(self, where: Places, layer: int, keys: torch.Tensor) -> None:
+        """Write one layer's index keys ``[1, rows, dim]`` into places that were looked up before.
 
         Raises:
             GeometryError: as :meth:`write`, or a layer without an index.
         """
-        self.write_index_at(self.places(table, start, start + int(keys.shape[1])), layer, keys)
-
-    def write_index_at(self, where: Places, layer: int, keys: torch.Tensor) -> None:
-        """:meth:`write_index` into places that were looked up before."""
         plane = self._layers[layer].index
         if plane is None:
-            raise GeometryError(f"layer {self._ids[layer]} has no index")
+            raise GeometryError(f"layer {self.layer_ids[layer]} has no index")
         plane.check(keys, (1, where[0].shape[0], plane.cells.shape[3]), self._dtype)
         plane.cells[where] = plane.stored(keys)[0].unsqueeze(1)
 
@@ -221,11 +201,11 @@ class PagedHFCache:
         """
         import torch
 
-        table.check(self._group, start, stop)
+        table.check(self.group, start, stop)
         rows = np.arange(start, stop)
-        pages: I32 = table.pages[(rows - table.first) // self._group.rows_per_page]
-        where = torch.from_numpy(np.stack([pages, rows % self._group.rows_per_page]).astype(np.int64))
-        if self._device != "cpu":
+        pages: I32 = table.pages[(rows - table.first) // self.group.rows_per_page]
+        where = torch.from_numpy(np.stack([pages, rows % self.group.rows_per_page]).astype(np.int64))
+        if self.device != "cpu":
             # From memory that is not pinned the copy would first wait for all that the stream was asked to do.
-            where = where.pin_memory().to(self._device, non_blocking=True)
+            where = where.pin_memory().to(self.device, non_blocking=True)
         return where[0], where[1]

@@ -161,9 +161,10 @@ class Room:
         try:
             act()
         except DisaggKVError as exc:
-            self._fail(exc)
+            self.refuse(exc)
 
-    def _fail(self, error: DisaggKVError) -> None:
+    def refuse(self, error: DisaggKVError) -> None:
+        """The request cannot be served: it fails, and harms no other."""
         if self._error is None:
             self._error = error
         if self._handle is not None:
@@ -195,24 +196,20 @@ class Room:
 
     def abort(self) -> None:
         """SGLang has ended the request; its pages are free on return."""
-        self._fail(AbortedError(f"room {self._number}: SGLang has ended the request"))
+        self.refuse(AbortedError(f"room {self._number}: SGLang has ended the request"))
         self._settle()
 
     def failure_exception(self) -> None:
         """Raise why the request failed; its pages are free then. Another rank may have failed, and this one not yet."""
         error = self._error or (None if self._handle is None else self._handle.error)
         if error is None:
-            self._fail(AbortedError(f"room {self._number}: the request failed on another rank"))
+            self.refuse(AbortedError(f"room {self._number}: the request failed on another rank"))
             error = self._error
         self._settle()
         if isinstance(error, PeerLostError | IncompatiblePeerError):
             self._lost()
         assert error is not None
         raise error
-
-    def refuse(self, error: DisaggKVError) -> None:
-        """The request cannot be served."""
-        self._fail(error)
 
     def clear(self) -> None:
         """SGLang forgets the request."""
@@ -394,7 +391,7 @@ class ReceiverRoom(Room):
         """SGLang has ended the request, or found no bootstrap server; its pages are free on return."""
         problem = self._side.directory.problem(self._address)
         if self._handle is None and problem is not None:
-            self._fail(PeerLostError(f"room {self._number}: {problem}"))
+            self.refuse(PeerLostError(f"room {self._number}: {problem}"))
         super().abort()
 
     def clear(self) -> None:

@@ -36,18 +36,16 @@ class AddressTable:
 
     Args:
         prefix: of the deployment's keys.
+
+    Attributes:
+        revision: the revision of etcd up to which everything is in the table.
     """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._revision = 0
+        self.revision = 0
         self._ranks: defaultdict[str, dict[RankKey, Record | str]] = defaultdict(dict)
         self._closed: defaultdict[str, set[RankKey]] = defaultdict(set)
-
-    @property
-    def revision(self) -> int:
-        """The revision of etcd up to which everything is in the table."""
-        return self._revision
 
     def replace(self, found: Iterable[KeyValue], revision: int) -> None:
         """All keys of the deployment, at a revision."""
@@ -55,7 +53,7 @@ class AddressTable:
         self._closed.clear()
         for one in found:
             self.put(one)
-        self._revision = revision
+        self.revision = revision
 
     def put(self, one: KeyValue) -> None:
         """A key has a value."""
@@ -92,7 +90,7 @@ class AddressTable:
 
     def reached(self, revision: int) -> None:
         """Everything up to a revision is in the table."""
-        self._revision = max(self._revision, revision)
+        self.revision = max(self.revision, revision)
 
     def holds(self, key: RankKey, record: Record) -> bool:
         """Whether a rank's record is this one."""

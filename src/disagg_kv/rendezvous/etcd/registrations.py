@@ -48,6 +48,9 @@ class Registrations:
         connection: of the cluster.
         prefix: of the deployment's keys.
         lease_s: seconds after which the keys of a dead process vanish.
+
+    Attributes:
+        written: the revision of the last change of this process.
     """
 
     def __init__(self, connection: EtcdConnection, prefix: str, lease_s: int) -> None:
@@ -57,12 +60,7 @@ class Registrations:
         self._lock = threading.Lock()
         self._lease: int | None = None
         self._own: dict[tuple[str, int], Publication] = {}
-        self._written = 0
-
-    @property
-    def written(self) -> int:
-        """The revision of the last change of this process."""
-        return self._written
+        self.written = 0
 
     def own(self) -> Sequence[Publication]:
         """What this process has published."""
@@ -70,7 +68,7 @@ class Registrations:
 
     def missing(self, table: AddressTable) -> bool:
         """Whether the table lacks what this process has published."""
-        if table.revision < self._written:
+        if table.revision < self.written:
             return False
         return not all(table.holds(one.key, one.record) for one in self.own())
 
@@ -109,7 +107,7 @@ class Registrations:
             if lease is not None:
                 gone = self._connection.call(lambda client: Lease(lease, client).refresh()) <= 0
             if gone:
-                self._lease, self._written = None, 0
+                self._lease, self.written = None, 0
             with guard:
                 absent = [one for one in self.own() if gone or not table.holds(one.key, one.record)]
             for one in absent:
@@ -173,7 +171,7 @@ class Registrations:
         request = body(self._lease)
         answer, written = self._connection.call(lambda client: _parsed(client.transaction(request)))
         if answer.get("succeeded"):
-            self._written = written
+            self.written = written
         return answer
 
 

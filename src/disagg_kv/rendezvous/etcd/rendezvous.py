@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import urlsplit
 
 from ... import arguments
+from ...closing import Closing
 from ...errors import (
     ConfigurationError,
     DisaggKVError,
@@ -36,7 +35,7 @@ CLOSE_S = 1.0
 """How long :meth:`EtcdRendezvous.close` waits for each of its threads."""
 
 
-class EtcdRendezvous:
+class EtcdRendezvous(Closing):
     """Ranks of many hosts meet through etcd; satisfies :class:`Rendezvous` and :class:`SupportsWithdraw`.
 
     Needs the extra ``etcd``. A process needs one object for all its endpoints. Its keys have a lease, so those of a
@@ -187,14 +186,6 @@ class EtcdRendezvous:
         if self._renewals is not None:
             self._renewals.join(CLOSE_S)
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         self._home.check()

@@ -43,6 +43,10 @@ class AddressWatch:
         connection: of the cluster.
         prefix: of the deployment's keys.
         changed: notified when the table has changed, or when its state has; its lock guards both.
+
+    Attributes:
+        current: whether the watch is open: the table has every change that etcd sent. With the lock held.
+        error: why the watch is not open; None: it is, or is being opened for the first time. With the lock held.
     """
 
     def __init__(self, connection: EtcdConnection, prefix: str, changed: threading.Condition) -> None:
@@ -50,22 +54,12 @@ class AddressWatch:
         self._prefix = prefix
         self._changed = changed
         self.table = AddressTable(prefix)
-        self._current = False
-        self._error: DisaggKVError | None = None
+        self.current = False
+        self.error: DisaggKVError | None = None
         self._resume = False
         self._stream: WatchStream | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-
-    @property
-    def current(self) -> bool:
-        """Whether the watch is open: the table has every change that etcd sent. With the lock held."""
-        return self._current
-
-    @property
-    def error(self) -> DisaggKVError | None:
-        """Why the watch is not open; None: it is, or is being opened for the first time. With the lock held."""
-        return self._error
 
     def start(self) -> None:
         """Begin, if not begun. With the lock held."""
@@ -105,8 +99,8 @@ class AddressWatch:
                 error = RemoteProtocolError(f"the watch of etcd failed: {text_of(exc)}")
             without_frames(error)
             with self._changed:
-                failures = 1 if self._current else failures + 1
-                self._current, self._stream, self._error = False, None, error
+                failures = 1 if self.current else failures + 1
+                self.current, self._stream, self.error = False, None, error
                 self._changed.notify_all()
             self._closed.wait(pause_s(failures))
 
@@ -175,7 +169,7 @@ class AddressWatch:
                 else:
                     self.table.put(one)
             if message.get("created"):
-                self._current, self._error = True, None
+                self.current, self.error = True, None
             else:
                 self.table.reached(revision)
             self._changed.notify_all()
