@@ -262,7 +262,11 @@ def test_no_connection_stays_to_an_address_without_a_peer(end: str) -> None:
         if end == "denied":
             take(a.on_denied(address))
         else:
-            take(a.on_refused(Refused(src=epoch(100 + i), dst=ME, address=address, field="links", ours="", theirs="full"), now))
+            take(
+                a.on_refused(
+                    Refused(src=epoch(100 + i), dst=ME, address=address, field="links", ours="", theirs="full"), now
+                )
+            )
     for second in range(5, 30):
         a.on_frame(Heartbeat(src=epoch(2), dst=ME, ask=False), float(second))
         take(tick(a, float(second)))
