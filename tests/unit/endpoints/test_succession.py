@@ -174,3 +174,15 @@ def test_what_a_store_holds_instead_of_an_address_keeps_nobody_from_starting() -
     assert not member.endpoint.peers()
     stranger = InprocChannel(rig.hub, "stranger")
     assert not [event for event in stranger.poll() if isinstance(event, Arrived)]
+
+
+def test_an_idle_incarnation_that_stood_still_asks_in_its_first_step() -> None:
+    """Nothing was due."""
+    rig = Rig(SPEC, options=OPTIONS)
+    (first,) = rig.decode(tp_shards(SPEC, 1))
+    rig.wait(1.0)
+    first.frozen = True
+    rig.decode(tp_shards(SPEC, 1), at="Q")
+    rig.wait(STOOD_S + 1.0)
+    first.endpoint.driver.step()
+    assert "lives elsewhere" in refused(rig, 0, "new")

@@ -129,9 +129,10 @@ class EventLoop(Peering):
         self._copies = copies
         if copies:
             self.left = False
-        before, self.now = self.now, self.clock()
-        if self.now - before >= self.pauses.least_s and (paused := self.pauses.over(before, self.next_at(), self.now)):
+        now = self.clock()
+        if now - self.now >= self.pauses.least_s and (paused := self.pauses.over(self.now, self.next_at(), now)):
             log.warning("endpoint %s/%d: %s", self.me.instance, self.me.rank, paused)
+        self.now = now
         self.budget_s = budget_s
         self._last_words = None
         changed, commanded = self._busy, bool(self.commands)
