@@ -440,7 +440,7 @@ def test_look_ups_never_raise() -> None:
     for _, away in AWAY:
         there = Leaving(Rig(SPEC).rendezvous)
         there.instead = away
-        answer = look_up(there, Source("P"))
+        answer = look_up(there, Source("P"), 0.0)
         assert answer.addresses is None
         assert answer.error is None or isinstance(answer.error, DisaggKVError)
 

@@ -186,3 +186,47 @@ def test_an_idle_incarnation_that_stood_still_asks_in_its_first_step() -> None:
     rig.wait(STOOD_S + 1.0)
     first.endpoint.driver.step()
     assert "lives elsewhere" in refused(rig, 0, "new")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_look_up_that_began_before_an_incarnation_stood_still_says_nothing(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer comes late, and is from before the other incarnation came."""
+    rig = Rig(SPEC, options=OPTIONS)
+    first = ranks(rig, "decode", 2)[rank]
+    rig.wait(1.0)
+    directory, earlier = first.endpoint.driver.loop.directory, rig.rendezvous.lookup(Source("D"))
+    directory._background = later = Later()
+    directory.ask(Source("D"))
+    first.frozen = True
+    ranks(rig, "decode", 2, rank)
+    stood_still(rig, first, STOOD_S + 1.0)
+    with monkeypatch.context() as before:
+        before.setattr(rig.rendezvous, "lookup", lambda source: earlier)
+        later.jobs.pop(0)()
+    rig.wait(0.3)
+    for job in later.jobs:
+        job()
+    rig.wait(0.3)
+    assert "lives elsewhere" in refused(rig, rank, "new")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stood_still_awaits_the_answer_although_another_rank_ends_meanwhile(rank: int) -> None:
+    rig = Rig(SPEC, options=OPTIONS)
+    members = ranks(rig, "decode", 2)
+    first, other = members[rank], members[1 - rank]
+    rig.wait(1.0)
+    (known,) = first.endpoint.peers()
+    first.endpoint.driver.loop.directory._background = later = Later()
+    first.frozen = True
+    ranks(rig, "decode", 2, rank)
+    stood_still(rig, first, STOOD_S + 1.0)
+    other.frozen = True
+    first.endpoint.confirm_terminated(known.epoch)
+    rig.wait(0.1)
+    for job in later.jobs:
+        job()
+    rig.wait(0.3)
+    assert "lives elsewhere" in refused(rig, rank, "new")

@@ -36,7 +36,7 @@ class InstanceRanks:
         self._there: dict[KnownPeer, None] = {}
         self.look_at: float | None = None if len(loop.me.shards) == 1 else loop.now
         self._ticked = loop.now
-        self._stood_still = False
+        self._stood_still, self._went_on = False, loop.now
         self._replaced_at: str | None = None
 
     @property
@@ -52,7 +52,7 @@ class InstanceRanks:
         """
         now, options = self._loop.now, self._loop.options
         if now - self._ticked >= options.missed * options.heartbeat_s:
-            self.look_at, self._stood_still = now, True
+            self.look_at, self._stood_still, self._went_on = now, True, now
         self._ticked = now
         if self.look_at is None or now < self.look_at:
             return
@@ -63,9 +63,9 @@ class InstanceRanks:
         self._loop.look_up(Source(self._loop.me.instance))
 
     def on_answer(self, answer: LookupResult) -> None:
-        """The rendezvous has answered where our own instance is."""
+        """The rendezvous has answered where our own instance is; before we stood still, it may have been elsewhere."""
         loop, me = self._loop, self._loop.me
-        if self.look_at is None:
+        if self.look_at is None or answer.at < self._went_on:
             return
         addresses, stood_still, self._stood_still = answer.addresses or (), self._stood_still, False
         if stood_still and me.rank < len(addresses) and addresses[me.rank] != me.address:
@@ -103,7 +103,7 @@ class InstanceRanks:
         """A rank of the instance is lost; another incarnation of it may be there."""
         peer = self._loop.peers.known(epoch)
         assert peer is not None
-        self.look_at = None if self._loop.me.rank == 0 else self._loop.now
+        self.look_at = None if self._loop.me.rank == 0 and not self._stood_still else self._loop.now
         del self._there[peer]
         self._loop.peers.release(peer)
         self._loop.agree(self._loop.verdict.lost(epoch, self._loop.now))

@@ -58,11 +58,13 @@ class LookupResult:
 
     Args:
         source: which instance.
+        at: when the look-up began.
         addresses: of all its ranks, in order; None: not all are known yet, or ``error`` says why it is not known.
         error: the rendezvous could not be asked, or what it holds cannot be.
     """
 
     source: Source
+    at: float
     addresses: tuple[str, ...] | None
     error: DisaggKVError | None = None
 
@@ -159,14 +161,14 @@ class Directory:
             self._begun[source] = ask.at
         except Exception as exc:
             error = ours(exc, f"instance {source.instance!r} could not be looked up")
-            self._returned.append((ask, LookupResult(source, None, error)))
+            self._returned.append((ask, LookupResult(source, ask.at, None, error)))
 
     def _look_up(self, ask: _Ask) -> None:
         """On a helper thread."""
         error = PeerLostError(f"instance {ask.source.instance!r}: the look-up ended without an answer")
-        answer = LookupResult(ask.source, None, error)
+        answer = LookupResult(ask.source, ask.at, None, error)
         try:
-            answer = look_up(self._rendezvous, ask.source)
+            answer = look_up(self._rendezvous, ask.source, ask.at)
         finally:
             self._returned.append((ask, answer))
             self._wake()
@@ -187,7 +189,7 @@ class Directory:
         while self._asked and now - (ask := next(iter(self._asked.values()))).at >= self._options.closed_s:
             del self._asked[ask.source]
             error = PeerLostError(f"instance {ask.source.instance!r}: no answer for {lasting(now - ask.at)}")
-            out.append(LookupResult(ask.source, None, error))
+            out.append(LookupResult(ask.source, ask.at, None, error))
         return out
 
     def _counts(self, ask: _Ask, answer: LookupResult) -> bool:
@@ -236,19 +238,19 @@ class Directory:
         self._background.close(max(0.0, until - self._clock()), lambda: None)
 
 
-def look_up(rendezvous: Rendezvous, source: Source) -> LookupResult:
-    """Ask, and check what was answered; never raises."""
+def look_up(rendezvous: Rendezvous, source: Source, at: float) -> LookupResult:
+    """Ask at a time, and check what was answered; never raises."""
     try:
         found = rendezvous.lookup(source)
         if found is not None:
             _check(source, found)
     except DisaggKVError as exc:
         without_frames(exc)
-        return LookupResult(source, None, exc)
+        return LookupResult(source, at, None, exc)
     except Exception as exc:
         error = PeerLostError(f"instance {source.instance!r}: the rendezvous failed: {text_of(exc)}")
-        return LookupResult(source, None, error)
-    return LookupResult(source, None if found is None else tuple(found))
+        return LookupResult(source, at, None, error)
+    return LookupResult(source, at, None if found is None else tuple(found))
 
 
 def _check(source: Source, found: Sequence[object]) -> None:
