@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from math import inf
@@ -66,11 +67,8 @@ INJECTED = (
 DELAYS = frozenset({FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.MAPPING})
 """Faults that delay what comes before decode asks for a room."""
 
-UNTOLD = (
-    FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION, FaultClass.CLOG, FaultClass.TRUNCATED, FaultClass.PAUSE,
-    FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.POLL, FaultClass.BROKEN,
-)  # fmt: skip
-"""Where these happen, an incarnation may not have learned yet that another one has its place."""
+UNTOLD = (FaultClass.PAUSE, FaultClass.RENDEZVOUS, FaultClass.NO_THREAD, FaultClass.NO_ANSWER)
+"""If one of these happens after an incarnation goes on, it may not learn that another one has its place."""
 
 MISTAKES = ("errors.unforeseen", "frames.not_a_writer")
 """Counters that stay at zero while every process keeps to the protocol."""
@@ -341,11 +339,16 @@ class Checks:
                 ends = {one.node.address: (one.phase.name if one.phase else None, str(one.error)) for one in side}
                 self._fail("I9", f"{room_name(entry.room.plan.room)}: ranks disagree: {ends}")
 
-    def superseded(self, node: SimNode) -> None:
-        """I4: an incarnation that stood still while another took its place takes no more rooms when it goes on."""
+    def superseded(self, node: SimNode, before: Counter[FaultClass]) -> None:
+        """I4: an incarnation that stood still while another took its place takes no more rooms when it goes on.
+
+        ``before``: the faults that happened before it went on.
+        """
         world = self._world
         same = [n for n in world.nodes if n.instance == node.instance and n.rank == node.rank and n is not node]
-        if not same or not node.alive or node.paused or any(f in world.hits for f in UNTOLD):
+        if not same or not node.alive or node.paused or any(world.hits[f] > before[f] for f in UNTOLD):
+            return
+        if node.broken or node.must_break:
             return
         younger = same[0]
         world.mark("superseded:refuses rooms")

@@ -233,8 +233,12 @@ class World(Cluster):
         longer = self.random.choice((0.05, 1.0))
         options = self.scenario.options
         if seconds > options.missed * options.heartbeat_s:
-            self.later(seconds + LEARNS_S, partial(self._check.superseded, node))
+            self.later(seconds, partial(self._goes_on, node))
         self.later(seconds + longer, partial(self._end, node))
+
+    def _goes_on(self, node: SimNode) -> None:
+        """A process that stood still goes on, and asks whether another has its place."""
+        self.later(LEARNS_S, partial(self._check.superseded, node, self.hits.copy()))
 
     def _replace(self, group: str, lost: SimNode) -> None:
         """A process takes the place of one that ended, among ranks that may not have noticed yet."""
