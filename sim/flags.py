@@ -45,8 +45,10 @@ class SimFlags(HostFlags):
         what = outside.helping.choice(("late", "lost", "twice", "old", "torn"))
         self._world.mark(f"flags:{what}")
         if what == "torn":
-            at = slot * SLOT_WORDS + 6
-            whole, self._page[at] = self._page[at], 0
+            at = slot * SLOT_WORDS + 1
+            whole = list(self._page[at : at + 6])
+            for word in range(at, at + 6):
+                self._page[word] = 0
             self._store(slot, value)
             self._world.later(outside.helping.choice((0.001, 0.02)), partial(self._mend, at, whole))
             return
@@ -62,10 +64,11 @@ class SimFlags(HostFlags):
             self._there.raised_at = self._world.now
             self._there.touch()
 
-    def _mend(self, at: int, whole: int) -> None:
+    def _mend(self, at: int, whole: list[int]) -> None:
         """The record is whole, unless the slot is used again."""
-        if self._page[at] == 0:
-            self._page[at] = whole
+        if self._page[at + 5] == 0:
+            for word, known in enumerate(whole, at):
+                self._page[word] = known
             self._there.touch()
 
 
