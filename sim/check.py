@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 
-from disagg_kv.core import Phase
+from disagg_kv.core import Elected, Phase
 from disagg_kv.core.peers.refusals import AGAIN_S
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
@@ -453,8 +453,13 @@ class Checks:
                     f"{node.address}: still connected to processes that have ended: {ghosts}",
                 )
             view = node.view
+            verdict = view.loop.verdict
+            undelivered = isinstance(verdict, Elected) and verdict._pending
+            linked = {t.node.epoch for t in node.transport.linked()} - set(node.loop.connections.linked())
             left: dict[str, object] = {
-                "undecided": view.loop.verdict.undecided,
+                "links": len(linked),
+                "undecided": verdict.undecided,
+                "votes": not undelivered and verdict.next_at() is not None,
                 "commands": len(view.loop.commands),
             }
             if isinstance(view, DecodeInspection):
