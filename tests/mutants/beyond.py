@@ -1,4 +1,4 @@
-"""Bugs that no simulated world shows, as no honest peer and no time of a world reaches them: a test finds each."""
+"""Bugs that no simulated world shows, or hardly one of thousands: a test finds each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 
 from disagg_kv.core.wire.frames import WireTable
 from disagg_kv.transports import ShmTransport
+from tests.unit.core import test_elected as elected
 from tests.unit.core import test_page_runs as runs
 from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_edges as edges
 from tests.unit.endpoints import test_flags as flags
 from tests.unit.endpoints import test_last_words as last_words
+from tests.unit.endpoints import test_page_copies as page_copies
 from tests.unit.endpoints import test_path_choice as choice
 from tests.unit.endpoints import test_unsaid as unsaid
 from tests.unit.engines.sglang import test_options as sglang_options
@@ -25,6 +27,7 @@ from .bugs import CHOICE, FLAGS, FLOW, LOOP, MAPPED, ROOM, TABLES
 from .planting import Mutant
 
 DRIVER = "endpoints.loop.driver:Driver."
+ELECTED = "core.verdict.elected:Elected."
 
 
 def _refused(table: WireTable, why: str) -> Callable[[], object]:
@@ -111,5 +114,21 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a decode rank that has all rows is needed until its flags' copies have ended",
             FLOW + "_on_lost", "if self._placed is not None:", "if False:"),
      partial(unsaid.ends_early, "flags", unsaid.close)),
+    (Mutant("a copy that failed is never asked again",
+            MAPPED + "look_at_failed", "if not one.over():", "if True:"),
+     partial(page_copies.test_an_event_that_raises_fails_the_room_and_frees_nothing, True)),
+    (Mutant("another use of an id gets the outcome of the first",
+            ELECTED + "_refusal", "elif room is not None and rank in room.uses:",
+            "elif room is not None and room.decided is not None:\n        return room.decided\n"
+            "    elif room is not None and rank in room.uses:"),
+     elected.test_what_is_remembered_is_bounded_and_late_votes_on_forgotten_rooms_begin_nothing),
+    (Mutant("another use of an id takes the place of the first",
+            ELECTED + "_refusal", "elif room is not None and rank in room.uses:",
+            "elif room is not None and rank in room.uses:\n        room.uses[rank] = use\n        return None\n"
+            "    elif False:"),
+     elected.test_an_id_that_another_life_of_a_rank_has_used_is_used),
+    (Mutant("a forgotten room begins again with a late vote",
+            ELECTED + "_forget", "for use in room.uses.values():", "for use in ():"),
+     elected.test_a_forgotten_id_that_is_used_again_is_another_room),
 )  # fmt: skip
 """Each with the test that finds it, which needs no fixture."""

@@ -129,8 +129,6 @@ BUGS: Sequence[Mutant] = (
            "posts = [post for of_room in self.of_room.values() for post in of_room]\n"
            "    for post in [p for p in posts if p.transfer.to == epoch and p.moving - self.tickets.keys()]:\n"
            "        post.moving.clear()\n        self._unpin(post)\n    for ticket, post in ["),
-    Mutant("a copy that failed is never asked again",
-           MAPPED + "look_at_failed", "if not one.over():", "if True:"),
     Mutant("a copy is launched that has become void",
            POSTS + "begin", "if not room.machine.flows[to].begin(transfer):",
            "if not room.machine.flows[to].begin(transfer) and room.routes[to].mapped is None:"),
@@ -287,16 +285,6 @@ BUGS: Sequence[Mutant] = (
     Mutant("a rank is told of a failure as if it were none",
            "core.verdict.elected:Elected._decide", "self._decision(name, use, decided))",
            "self._decision(name, use, Decided(True, '')))"),
-    Mutant("another use of an id gets the outcome of the first",
-           "core.verdict.elected:Elected._refusal", "elif room is not None and rank in room.uses:",
-           "elif room is not None and room.decided is not None:\n        return room.decided\n"
-           "    elif room is not None and rank in room.uses:"),
-    Mutant("another use of an id takes the place of the first",
-           "core.verdict.elected:Elected._refusal", "elif room is not None and rank in room.uses:",
-           "elif room is not None and rank in room.uses:\n        room.uses[rank] = use\n        return None\n"
-           "    elif False:"),
-    Mutant("a forgotten room begins again with a late vote",
-           "core.verdict.elected:Elected._forget", "for use in room.uses.values():", "for use in ():"),
     Mutant("every attempt has the id of the first",
            "endpoints.retry:attempt_id", "if number == 1:", "if True:"),
     Mutant("an endpoint takes an id that it has used",
