@@ -105,7 +105,7 @@ def _of(owner: type) -> Iterator[tuple[str, Callable[..., object]]]:
     if owner in (endpoints.PrefillEndpoint, endpoints.DecodeEndpoint) or owner not in SPOKEN:
         yield f"{owner.__name__}.__init__", vars(owner)["__init__"]
     for name in sorted(names):
-        found = inspect.getattr_static(owner, name)
+        found = inspect.getattr_static(owner, name, None)  # None: an attribute of its objects
         function = found.__func__ if isinstance(found, classmethod) else found
         if inspect.isfunction(function) and len(inspect.signature(function).parameters) > 1:
             yield f"{owner.__name__}.{name}", function

@@ -11,6 +11,7 @@ import pytest
 from bench.emulated import emulate
 from disagg_kv import PagedPool, Phase
 from disagg_kv.channels import InprocChannel
+from disagg_kv.channels.inproc import Hub
 from disagg_kv.endpoints import DecodeEndpoint, Environment, PrefillEndpoint
 from disagg_kv.errors import ConfigurationError, IncompatiblePeerError
 from disagg_kv.geometry import CacheSpec
@@ -189,7 +190,9 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
         name = "other"
 
     class Reached(InprocChannel):
-        address = "tcp://10.0.0.1:5"
+        def __init__(self, hub: Hub, name: str) -> None:
+            super().__init__(hub, name)
+            self.address = "tcp://10.0.0.1:5"
 
     rig = Rig(SPEC)
 
