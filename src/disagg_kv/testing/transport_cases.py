@@ -79,7 +79,7 @@ class TransportCases(SaysSkips):
         end.close(self.timeout_s)
         target.close(self.timeout_s)
 
-    def lose(self, pair: Pair, victim: Child) -> None:
+    def _lose(self, pair: Pair, victim: Child) -> None:
         """Kill the target, and wait until the source has reported that."""
         victim.kill()
         victim.wait()

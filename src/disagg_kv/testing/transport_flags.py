@@ -100,7 +100,7 @@ class FlagCases(TransportCases):
         raising, flags = self.raising(apart), self.opened(apart)
         page = victim.flag_page(NBYTES)
         device = apart.source.buffer(apart.local).device
-        self.lose(apart, victim)
+        self._lose(apart, victim)
         flag = flags.arm(0, 1, (0, 1, 0, 1, 0), device)
         assert flag is not None
         self.memory().raise_flag(flag)

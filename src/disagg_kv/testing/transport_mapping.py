@@ -163,7 +163,7 @@ class MappingCases(TransportCases):
         """It is lost; what comes back in its place is another peer, with mappings of its own."""
         mapping, device = self.mapping(apart), apart.source.buffer(apart.local).device
         old = self.mapped(apart)
-        self.lose(apart, victim)
+        self._lose(apart, victim)
         with pytest.raises(PeerLostError):
             self.mapped(apart)
         fresh = Child(self.factory(), self.memory(), self.timeout_s)

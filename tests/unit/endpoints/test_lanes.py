@@ -192,7 +192,11 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
     class Reached(InprocChannel):
         def __init__(self, hub: Hub, name: str) -> None:
             super().__init__(hub, name)
-            self.address = "tcp://10.0.0.1:5"
+            self._here, self.address = self.address, "tcp://10.0.0.1:5"
+
+        def close(self) -> None:
+            self.address = self._here
+            super().close()
 
     rig = Rig(SPEC)
 
