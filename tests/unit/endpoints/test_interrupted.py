@@ -221,7 +221,8 @@ def test_a_handler_may_close_wherever_it_interrupts_a_call(call: Callable[[Case]
 def test_a_call_that_an_exception_ends_anywhere_loses_no_room(call: Callable[[Case], None]) -> None:
     """The endpoint goes on, or breaks by name; ``close`` returns, and both rooms have ended.
 
-    What a broken endpoint reads and writes is not known, so it releases no pages.
+    What a broken endpoint reads and writes is not known, so it releases no pages. A room that was about to fail has its
+    own reason.
     """
     for after in lines_of(call):
         case = Case.made()
@@ -231,7 +232,7 @@ def test_a_call_that_an_exception_ends_anywhere_loses_no_room(call: Callable[[Ca
         case.close()
         for handle in (case.send, case.receive):
             assert handle.phase is Phase.FAILED
-            assert isinstance(handle.error, AbortedError if handle.released else EndpointBrokenError)
+            assert isinstance(handle.error, AbortedError if handle.released else AbortedError | EndpointBrokenError)
         if not interruption.done:
             break
     assert after > STRIDE
