@@ -401,7 +401,7 @@ class Checks:
         peers = view.loop.peers
         kept = [e for e in node.loop.connections.linked() if peers.known(e) is None]
         if kept and (peers.next_at() or inf) > node.loop.now and not node.failing:
-            self._fail("I3", f"{node.address}: still linked to {len(kept)} forgotten lives that no room uses")
+            self._fail("I3", f"{node.address}: still linked to {len(kept)} forgotten incarnations that no room uses")
         lost = [epoch for epoch in view.loop.remotes if epoch not in there]
         if lost and not node.failing:
             self._fail("I4", f"{node.address}: new rooms may be bound to {len(lost)} peers that are lost")

@@ -63,8 +63,9 @@ class Options:
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself, or else of one that no room depends on; if there is none, it is refused by name. One
             for which memory here waits for evidence keeps its place.
-        link_bytes: bytes of memory for the connections to peers. Above it, the connections that were not used for the
-            longest time are dropped. Rooms that need more get more.
+        link_bytes: bytes of memory for the connections to peers. Above it, peers are forgotten that no room uses: the
+            lost ones first, then those that have only introduced themselves, then those used longest ago. Rooms that
+            need more get more.
         link_descriptors: the same in file descriptors; None: four fifths of what the process may have, less 256 for all
             else. Rooms that need more get a quarter more, and then a further peer is refused by name.
     """
@@ -216,7 +217,7 @@ class Decided:
 
 @frozen
 class Lost:
-    """A peer is gone, silent or refused; no evidence of anything."""
+    """A peer is lost: silent, reported lost, refused or ended. It proves nothing about its writes; see `Gone`."""
 
     peer: Epoch
     error: Exception

@@ -20,7 +20,7 @@ BLOCK = 1 << 12
 """Generations whose bits are kept together."""
 
 PEERS = 2048
-"""Epochs that are remembered, those of which a room ended last: more than are known at a time."""
+"""Epochs that are remembered unless another number is given: those of which a room ended last."""
 
 
 class RoomOutcome(Enum):

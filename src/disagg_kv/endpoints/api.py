@@ -288,7 +288,7 @@ class Receiver(Protocol):
         for its end until this process has ended. A second call is harmless.
 
         Raises:
-            LocalProtocolError: the endpoint's own thread calls, for example in an event; nothing is closed.
+            LocalProtocolError: this is a forked child of the process that has the endpoint; nothing is closed.
             TransportError: the transport could not be closed; everything else is closed.
         """
         ...

@@ -104,7 +104,7 @@ class PrometheusObserver(Closing):
         self._endpoint: SupportsUsage | None = None
 
     def span(self, span: Span) -> None:
-        """See :class:`~disagg_kv.trace.Observer`. Called by the endpoint's thread alone, so it needs no lock."""
+        """See :class:`~disagg_kv.trace.Observer`. One thread at a time advances the endpoint, so it needs no lock."""
         histogram = self._seconds.get(span.name)
         if histogram is not None:
             histogram.add(span.stop - span.start)

@@ -2,7 +2,7 @@
 
 A lease that has expired (the process or the network stood still for longer) is replaced, and every rank is published
 again with the same id. A rank that another process has published meanwhile is left to that process, with a line in the
-log: the younger process counts, and the endpoints of both settle the rest.
+log: the later process counts. An endpoint that stood still asks where its rank is, and yields to that address.
 """
 
 from __future__ import annotations

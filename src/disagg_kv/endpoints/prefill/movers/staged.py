@@ -1,7 +1,7 @@
 """Gathers of a room's pages into slots, and one bulk write per destination from there.
 
-Pins and ``filling`` protect a slot, see :mod:`.slots`: a write that may read it holds a pin, and the gather that writes
-it sets ``filling``.
+Pins and ``filling`` protect a slot, see :class:`.posts.Slot`: a write that may read it holds a pin, and the gather that
+writes it sets ``filling``.
 
 One gather serves all destinations of a segment that have their grants, and equal parts are gathered once. Where kernels
 and transport wait for events by themselves, gather and write are queued at once, behind the event after which the rows
