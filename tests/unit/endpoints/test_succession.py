@@ -70,6 +70,17 @@ def stood_still(rig: Rig, member: Member[PrefillEndpoint] | Member[DecodeEndpoin
     rig.wait(0.3)
 
 
+def replaced_while_it_stood() -> tuple[Rig, Member[DecodeEndpoint]]:
+    """A decode rank that stands still, and whose place another process has taken meanwhile."""
+    rig = Rig(SPEC, options=OPTIONS)
+    (first,) = rig.decode(tp_shards(SPEC, 1))
+    rig.wait(1.0)
+    first.frozen = True
+    rig.decode(tp_shards(SPEC, 1), at="Q")
+    rig.wait(STOOD_S + 1.0)
+    return rig, first
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize("still_s", [STOOD_S + 1.0, 40.0], ids=["paused", "paused for long"])
@@ -135,12 +146,7 @@ def test_of_two_incarnations_of_a_rank_the_newest_counts(host: str) -> None:
 
 def test_a_room_that_was_handed_over_before_its_rank_learned_that_it_was_replaced_ends_with_the_same_error() -> None:
     """The engine opened it in the same moment: it does not wait for its deadline."""
-    rig = Rig(SPEC, options=OPTIONS)
-    (first,) = rig.decode(tp_shards(SPEC, 1))
-    rig.wait(1.0)
-    first.frozen = True
-    rig.decode(tp_shards(SPEC, 1), at="Q")
-    rig.wait(STOOD_S + 1.0)
+    rig, first = replaced_while_it_stood()
     handle = opened(rig, 0, "room")
     first.frozen = False
     rig.wait(0.3)
@@ -178,12 +184,7 @@ def test_what_a_store_holds_instead_of_an_address_keeps_nobody_from_starting() -
 
 def test_an_idle_incarnation_that_stood_still_asks_in_its_first_step() -> None:
     """Nothing was due."""
-    rig = Rig(SPEC, options=OPTIONS)
-    (first,) = rig.decode(tp_shards(SPEC, 1))
-    rig.wait(1.0)
-    first.frozen = True
-    rig.decode(tp_shards(SPEC, 1), at="Q")
-    rig.wait(STOOD_S + 1.0)
+    rig, first = replaced_while_it_stood()
     first.endpoint.driver.step()
     assert "lives elsewhere" in refused(rig, 0, "new")
 
