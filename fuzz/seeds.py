@@ -91,13 +91,17 @@ def streams() -> Iterator[bytes]:
 SEEDS = {"frame": frames, "metadata": descriptors, "plan": plans, "events": events, "stream": streams}
 
 
+def at(target: str, seed: bytes) -> Path:
+    """The file of a seed, named by what is in it."""
+    return CORPUS / target / hashlib.sha256(seed).hexdigest()[:16]
+
+
 def main() -> None:
-    """Write them all, named by what is in them."""
+    """Write them all."""
     for target, make in SEEDS.items():
-        folder = CORPUS / target
-        folder.mkdir(parents=True, exist_ok=True)
+        (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for seed in make():
-            (folder / hashlib.sha256(seed).hexdigest()[:16]).write_bytes(seed)
+            at(target, seed).write_bytes(seed)
 
 
 if __name__ == "__main__":

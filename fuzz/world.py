@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import get_args
 
 import numpy as np
-from msgspec import structs
+from msgspec import inspect
 
 from disagg_kv.channels import Channel, InprocChannel, News
 from disagg_kv.core import Codec, Elected, Hello, Options
@@ -222,33 +223,67 @@ def _tables(draw: Draw) -> tuple[f.WireTable, ...] | None:
 FIELDS: Mapping[str, Callable[[Draw], object]] = {
     "room": lambda draw: (b"0", b"0", b"1", b"x")[draw.byte() % 4],
     "generation": lambda draw: draw.byte() % 4,
-    "segment": _box,
-    "path": lambda draw: ("staged", "slice", "direct")[draw.byte() % 3],
+    "path": lambda draw: ("staged", "slice", "direct", "mapped")[draw.byte() % 4],
     "tables": _tables,
     "tag": lambda draw: b"",
     "aux": lambda draw: draw.bytes(16),
     "reason": lambda draw: "forged",
     "address": lambda draw: "inproc://nowhere",
-    "parked": lambda draw: bool(draw.byte() % 2),
-    "ready": lambda draw: bool(draw.byte() % 2),
-    "ok": lambda draw: (None, True, False)[draw.byte() % 3],
 }
-"""How the fields of a forged frame are drawn; all others are numbers."""
+"""Fields of a forged frame that are drawn so that they often fit the rooms; all others follow their types alone."""
 
-OPTIONAL: Mapping[type[f.Frame], str] = {f.Expect: "stop", f.ChunkReady: "lease"}
-"""Numbers that need not be there."""
+BOX = inspect.type_info(f.Box)
 
-KINDS: tuple[type[f.Frame], ...] = (
-    f.Heartbeat, f.Expect, f.Expected, f.StagingRequest, f.Queued, f.Grant, f.Landed, f.ChunkReady, f.Return,
-    f.Returned, f.Done, f.Complete, f.Abort, f.AbortAck, f.Drained, f.DrainedAck, f.Vote, f.Decision,
-)  # fmt: skip
+KINDS: tuple[type[f.Frame], ...] = tuple(kind for kind in get_args(f.AnyFrame) if kind is not Hello)
+"""What a forged frame may be; the target ``plan`` and the corpus have introductions."""
 
 
 def forge(kind: type[f.Frame], draw: Draw, **between: object) -> f.Frame:
-    """A frame of the right shape, with whatever the bytes say in it."""
-    names = [field.name for field in structs.fields(kind) if field.name not in between]
-    drawn = {name: FIELDS.get(name, Draw.number)(draw) for name in names}
-    if kind in OPTIONAL:
-        drawn[OPTIONAL[kind]] = drawn[OPTIONAL[kind]] or None
+    """A frame that the codec accepts, with whatever the bytes say in it."""
+    found = inspect.type_info(kind)
+    assert isinstance(found, inspect.StructType)
     make: Callable[..., f.Frame] = kind
-    return make(**between, **drawn)
+    return make(**between, **{one.name: _field(one, draw) for one in found.fields if one.name not in between})
+
+
+def _field(field: inspect.Field, draw: Draw) -> object:
+    known = FIELDS.get(field.name)
+    optional = isinstance(field.type, inspect.UnionType) and field.type.includes_none
+    if known is None or (optional and draw.byte() % 4 == 0):
+        return _of(field.type, draw)
+    return known(draw)
+
+
+def _of(kind: inspect.Type, draw: Draw) -> object:
+    """A value of a type of the wire, within its limits."""
+    match kind:
+        case inspect.UnionType():
+            return _of(kind.types[draw.byte() % len(kind.types)], draw)
+        case inspect.NoneType():
+            return None
+        case inspect.BoolType():
+            return bool(draw.byte() % 2)
+        case inspect.IntType():
+            least = kind.ge or 0
+            most = kind.le if kind.le is not None else kind.lt - 1 if kind.lt is not None else 1 << 62
+            return min(max(draw.number(), least), most)
+        case inspect.FloatType():
+            low, high = kind.ge or kind.gt or 0.0, kind.le or kind.lt or 1e9
+            return min(max(draw.number() / 4, low or 0.25), high)
+        case inspect.StrType():
+            return ("", "kv", "inproc", "sum64", "full")[draw.byte() % 5]
+        case inspect.BytesType():
+            return draw.bytes(min(kind.max_length or 0, 32)).ljust(kind.min_length or 0, b"\0")
+        case inspect.LiteralType():
+            return kind.values[draw.byte() % len(kind.values)]
+        case inspect.VarTupleType():
+            most = min(kind.max_length or 0, 3)
+            return tuple(_of(kind.item_type, draw) for _ in range(max(kind.min_length or 0, draw.byte() % (most + 1))))
+        case inspect.TupleType():
+            if kind == BOX:
+                return _box(draw)
+            return tuple(_of(one, draw) for one in kind.item_types)
+        case inspect.StructType():
+            return kind.cls(**{one.name: _of(one.type, draw) for one in kind.fields})
+        case _:
+            raise TypeError(f"no frame has a field of {kind}")
