@@ -63,6 +63,41 @@ for block in run:
 print(f"README.md: {len(run)} blocks have run with {disagg_kv.__file__}")
 """
 
+# A transport in a package of its own, from the documentation's blocks, and its tests.
+OWN_TRANSPORT = """
+import sys
+from pathlib import Path
+sys.path.append(sys.argv[1])
+from tests.support.pages import ROOT, marked
+page, package = ROOT / "docs" / "write-a-transport.md", Path(sys.argv[2])
+for marker, name in (("transport", "tutorial_transport"), ("async", "async_transport")):
+    (package / f"{name}.py").write_text(marked(page, marker))
+"""
+OWN_PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "async_transport"
+version = "1"
+dependencies = ["disagg_kv"]
+[tool.hatch.build.targets.wheel]
+include = ["*_transport.py"]
+[tool.pytest.ini_options]
+filterwarnings = ["error"]
+"""
+OWN_TESTS = """
+import disagg_kv
+import pytest
+from async_transport import AsyncCmaTransport
+from disagg_kv.testing.transport import TransportSuite
+assert "site-packages" in disagg_kv.__file__
+class TestMine(TransportSuite):
+    @classmethod
+    def factory(cls):
+        return AsyncCmaTransport
+"""
+
 # What the session "floors" runs: addresses, wire formats, the command line, and requests between processes.
 AT_FLOORS = (
     "tests/unit/kernels/test_far_pages.py",
@@ -367,7 +402,10 @@ def floors(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheel and sdist in ``dist``: their metadata and size, and the README's code with the wheel alone."""
+    """Wheel and sdist in ``dist``: their metadata and size; with the wheel alone, the README's code and a transport.
+
+    The transport is the documentation's, in a package of its own, and must pass the conformance suite of the wheel.
+    """
     dist, empty = ROOT / "dist", Path(session.create_tmp()).absolute() / "empty"
     for folder in (dist, empty):
         shutil.rmtree(folder, ignore_errors=True)
@@ -384,6 +422,14 @@ def build(session: nox.Session) -> None:
     session.run(python, "-m", "pip", "install", "--quiet", "--no-compile", *CONSTRAINED, str(wheel), external=True)
     session.run(python, "-I", "-c", README, str(ROOT), external=True)
     session.run(str(empty / "bin" / "disagg-kv"), "--version", external=True)
+    own = empty / "own"
+    own.mkdir()
+    (own / "pyproject.toml").write_text(OWN_PROJECT)
+    (own / "test_own.py").write_text(OWN_TESTS)
+    session.run(python, "-I", "-c", OWN_TRANSPORT, str(ROOT), str(own), external=True)
+    install = (python, "-m", "pip", "install", "--quiet", "--no-compile")
+    session.run(*install, *pinned("pytest"), str(own), external=True)
+    session.run(python, "-I", "-m", "pytest", "-q", "-c", str(own / "pyproject.toml"), str(own), external=True)
 
 
 @nox.session(venv_backend="none")
