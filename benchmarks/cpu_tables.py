@@ -33,23 +33,6 @@ def transfer(found: Found) -> str:
     return table(rows())
 
 
-def transfers(*every: Found) -> str:
-    """Whole transfers by each strategy, over each transport."""
-    head = ["ms, p50 / p95", "total", "GB/s", "writes", "share of plain writes", "wire phase"]
-
-    def rows() -> Iterator[list[str]]:
-        for found in every:
-            shape, cores = found["shape"], found["machine"]["cores"]
-            what = f"`{shape['transport']}`, TP {shape['prefill_tp']}->{shape['decode_tp']}, {cores} cores"
-            for name, of in found["strategies"].items():
-                shares = (f"{of[share]:.1%}" for share in ("total_share_of_ceiling", "share_of_ceiling"))
-                total, speed = _ms(of["phases"]["total"]), f"{of['gb_per_s']:.2f}"
-                yield [f"{what}, `{name}`", total, speed, f"{of['descriptors']:,}", *shares]
-
-    every_share = (of["share_of_ceiling"] for found in every for of in found["strategies"].values())
-    return table([head, *rows()]) + above(every_share, PLAIN_CEILING)
-
-
 def adapter(found: Found) -> str:
     """What a transport adds to its library."""
     head = [f"{found['transport']}: us, p50 / p95", "library", "transport", "added"]

@@ -84,28 +84,6 @@ def _mib_a_pair(case: Found) -> int:
     return mib
 
 
-def gpu_paths(found: Found) -> str:
-    """The two paths that one run held against each other, in three rows."""
-    (slices,) = (c for c in found["cases"] if c["strategy"] == "slice")
-    (staged,) = (
-        c
-        for c in found["cases"]
-        if c["strategy"] == "staged" and all(c[name] == slices[name] for name in ("transport", "tp", "tokens"))
-    )
-    rows = [
-        ["path", "writes", "ms"],
-        ["one write per token and head slice", f"{slices['writes']:,}", f"{slices['total_us'] / 1e3:.1f}"],
-        ["`staged`", f"{staged['writes']:,}", f"{staged['total_us'] / 1e3:.1f}"],
-        ["plain copies of the same bytes", "", f"{staged['copies_us'] / 1e3:.1f}"],
-    ]
-    what = f"`{slices['transport']}`, TP {slices['tp']}, {slices['tokens']:,} tokens, {slices['bytes'] >> 20:,} MiB."
-    wire = (
-        "With gather and scatter disabled, `staged` reaches "
-        f"{staged['share_of_wire']:.0%} of the speed of plain copies."
-    )
-    return f"{what} {wire}\n\n{table(rows)}"
-
-
 def gpu_peer(found: Found) -> str:
     """Kernels side by side."""
     times = {"ours_us": "ours, us", "ours_prepared_us": "ours, launch of a prepared kernel, us"}

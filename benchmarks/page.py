@@ -16,11 +16,10 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.catalogue import CATALOGUE, Entry
-from benchmarks.cpu_tables import transfers, worlds
+from benchmarks.cpu_tables import worlds
 from benchmarks.engines_gpu.tables import beside, headline
-from benchmarks.fleet_tables import fleets, recovery
-from benchmarks.gpu_tables import gpu_paths
-from benchmarks.mapped_tables import gpu_flags, gpu_instead
+from benchmarks.fleet_tables import recovery
+from benchmarks.mapped_tables import gpu_flags, gpu_instead_in_short
 from benchmarks.tables import Found
 
 ROOT = Path(__file__).parents[1]
@@ -34,12 +33,9 @@ OF_THE_RUN = re.compile(r" --(commit|out) \S+")
 VIEWS: Mapping[str, Callable[..., str]] = {
     "h200_engines.json, headline": headline,
     "h200_engines.json, NixlConnector": beside,
-    "h200_transfer.json, two paths": gpu_paths,
+    "h200_instead.json, in short": gpu_instead_in_short,
     "h200_flags.json": gpu_flags,
-    "h200_instead.json": gpu_instead,
-    "cpu_transfer_*.json": transfers,
     "cpu_recovery.json": recovery,
-    "cpu_fleet*.json": fleets,
     "simulation.json": worlds,
 }
 """The names in marks: a pattern of files, or a view of it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from .architecture import architecture
 from .boxes import boxes
 from .drawing import Picture
+from .overview import overview
 from .paths import paths
 from .prefix import prefix
 from .request import request
@@ -18,6 +19,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PICTURES: Mapping[str, Callable[[], Picture]] = {
     "architecture": architecture,
     "boxes": boxes,
+    "overview": overview,
     "paths": paths,
     "prefix": prefix,
     "request": request,

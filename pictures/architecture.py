@@ -21,7 +21,7 @@ def architecture() -> Picture:
 
 def _calls(p: Picture) -> None:
     """Engine, endpoint and loop of both sides, and the frames between them."""
-    p.box("engine", 35, 44, 330, 40, "engine", "open, send_chunk, finish, poll")
+    p.box("engine", 35, 44, 330, 40, "engine", "open, step, send_chunk, finish, poll")
     p.box("engine", 515, 44, 330, 40, "engine", "open, expect, poll")
     p.box("box", 35, 116, 330, 44, "PrefillEndpoint, DeliveryHandle", "check, then post a command")
     p.box("box", 515, 116, 330, 44, "DecodeEndpoint, ReceptionHandle", "check, then post a command")
@@ -32,7 +32,7 @@ def _calls(p: Picture) -> None:
         p.line("call", path)
     p.line("frame", "M367 200H511")
     p.line("frame", "M513 216H369")
-    p.text(440, 180, "Channel", "small")
+    p.port(440, 164, "Channel")
     p.text(440, 194, "frames", "small")
 
 
@@ -50,19 +50,23 @@ def _rooms(p: Picture) -> None:
 
 
 def _queues(p: Picture) -> None:
-    """What moves bytes, and what grants memory."""
-    p.box("box", 35, 362, 150, 46, "TransferQueue", "gather, write, tickets")
-    p.box("box", 245, 362, 120, 46, "Router", "path, plan")
-    p.box("box", 695, 362, 150, 46, "ScatterQueue", "scatter, compare")
-    p.box("box", 515, 362, 120, 46, "GrantQueue", "who gets bytes next")
-    p.port(305, 338, "TransferPlanner")
-    p.port(770, 338, "TransferPlanner")
-    p.port(582, 418, "StagingAllocator")
-    paths = ("M90 314V358", "M130 362V318", "M187 385H241", "M702 314V358", "M837 362V318", "M696 312L628 357")
-    for path in paths:
+    """What moves bytes, what grants memory, and who chooses the path."""
+    p.box("box", 35, 362, 150, 46, "TransferQueue", "to the path's mover")
+    p.box("box", 245, 362, 120, 46, "Router", "plans, layer groups")
+    p.box("box", 515, 362, 100, 46, "GrantQueue", "leases")
+    p.box("box", 625, 362, 100, 46, "PathChooser", "one a room")
+    p.box("box", 735, 362, 110, 46, "ScatterQueue", "scatter, sums")
+    p.port(305, 334, "TransferPlanner")
+    p.port(258, 414, "Schedule")
+    p.port(338, 414, "Selection")
+    p.port(565, 414, "StagingAllocator")
+    p.port(698, 414, "TransferPlanner")
+    paths = ("M90 314V358", "M130 362V318", "M187 385H241", "M745 314V358", "M820 362V318", "M720 314L690 358")
+    for path in (*paths, "M696 312L596 358", "M110 408V422"):
         p.line("call", path)
     p.text(136, 342, "outcomes", "small", "start")
     p.text(84, 342, "orders", "small", "end")
+    p.box("box", 35, 426, 150, 46, "Mover", "staged, direct, mapped")
 
 
 def _memory(p: Picture) -> None:
@@ -77,10 +81,10 @@ def _memory(p: Picture) -> None:
     p.port(440, 436, "Transport")
     p.text(440, 484, "one bulk write", "small")
     p.text(440, 498, "per segment, writer", "small")
-    p.line("call", "M160 408V438Q160 465 210 465")
-    p.text(152, 440, "kernels, submit", "small", "end")
-    p.line("call", "M740 408V438Q740 465 670 465")
-    p.text(750, 440, "kernels", "small", "start")
+    p.line("call", "M187 465H211")
+    p.text(110, 488, "kernels, submit", "small")
+    p.line("call", "M800 408V440Q800 465 670 465")
+    p.text(806, 444, "kernels", "small", "start")
     p.line("bytes", "M250 528V482")
     p.text(242, 512, "gather", "small", "end")
     p.line("bytes", "M630 480V526")

@@ -17,7 +17,9 @@ from tests.support.pages import ROOT
 LIBRARY = ROOT / "src/disagg_kv"
 PAGE = (ROOT / "docs/architecture.md").read_text()
 PICTURE = ROOT / "docs/images/architecture.svg"
-PROTOCOLS = {"MemoryPool", "StagingAllocator", "TransferPlanner", "Transport", "Receiver"}
+PROTOCOLS = {
+    "MemoryPool", "StagingAllocator", "TransferPlanner", "Schedule", "Selection", "Transport", "Channel", "Receiver",
+}  # fmt: skip
 MOST_STEPS, MOST_WIDTH = 15, 900
 
 FILE = re.compile(r"`([\w/]+\.py)`")
@@ -80,8 +82,9 @@ def test_a_name_that_is_not_in_its_file_would_be_noticed() -> None:
     assert "PathChooser" not in names("endpoints/prefill/routes.py")
 
 
-def test_the_walk_has_few_steps_in_order_and_each_names_where_it_happens() -> None:
-    steps = STEP.findall(section("The walk of one request"))
+@pytest.mark.parametrize("title", ["The walk of one request", "The walk of a failure"])
+def test_a_walk_has_few_steps_in_order_and_each_names_where_it_happens(title: str) -> None:
+    steps = STEP.findall(section(title))
     assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
     assert 5 < len(steps) <= MOST_STEPS
     assert [number for number, text in steps if not NAMED.search(text)] == []
@@ -93,7 +96,13 @@ def test_every_row_of_a_table_names_where_it_happens(title: str) -> None:
     assert [row for row in rows(title) if not NAMED.search(row.split("|")[2])] == []
 
 
-def test_page_and_picture_name_the_five_protocols() -> None:
+def test_what_an_engine_calls_is_named_with_its_file() -> None:
+    calls = [row.split("|")[1] for row in rows("What an engine calls in each step")]
+    assert len(calls) >= 4
+    assert [call for call in calls if not NAMED.search(call)] == []
+
+
+def test_page_and_picture_name_the_protocols() -> None:
     assert {row.split("`")[1] for row in rows("Where your own class takes its place")} == PROTOCOLS
     assert words() >= PROTOCOLS
 
@@ -110,18 +119,17 @@ def test_every_class_in_the_picture_exists() -> None:
     assert shown <= classes()
 
 
-def test_the_picture_fits_a_page_in_light_and_dark_and_is_shown_where_readers_begin() -> None:
+def test_the_picture_names_who_chooses_the_path_who_moves_and_the_engines_step() -> None:
+    assert {"PathChooser", "Mover", "step"} <= words()
+
+
+def test_the_picture_fits_a_page_in_light_and_dark_and_readers_are_led_to_it() -> None:
     root = ElementTree.parse(PICTURE).getroot()
     assert int(root.attrib["width"]) <= MOST_WIDTH
     assert "prefers-color-scheme: dark" in PICTURE.read_text()
-    for page, image, link in (
-        ("README.md", "docs/images/architecture.svg", "docs/architecture.md"),
-        ("docs/index.md", "images/architecture.svg", "architecture.md"),
-    ):
-        text = (ROOT / page).read_text()
-        assert f"]({image})" in text
-        assert f"]({link})" in text
     assert "](images/architecture.svg)" in PAGE
+    for page, link in (("README.md", "docs/architecture.md"), ("docs/index.md", "architecture.md")):
+        assert f"]({link})" in (ROOT / page).read_text()
 
 
 def test_the_walk_in_numbers_counts_the_same_each_time() -> None:

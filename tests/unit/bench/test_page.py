@@ -56,10 +56,10 @@ def test_a_column_that_was_not_measured_is_left_out() -> None:
 
 
 def test_what_stands_between_marks_is_made_anew_and_nothing_else_is() -> None:
-    page = "# Page\n\n<!-- from cpu_fleet*.json -->\n\n{}\n\n<!-- end -->\n\nafter\n"
-    fleets = shown("cpu_fleet*.json")
-    assert filled(page.format("old")) == page.format(fleets)
-    assert all(f"`benchmarks/results/{path.name}`" in fleets for path in RESULTS.glob("cpu_fleet*.json"))
+    page = "# Page\n\n<!-- from cpu_recovery.json -->\n\n{}\n\n<!-- end -->\n\nafter\n"
+    recovery = shown("cpu_recovery.json")
+    assert filled(page.format("old")) == page.format(recovery)
+    assert "`benchmarks/results/cpu_recovery.json`" in recovery
 
 
 @pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
