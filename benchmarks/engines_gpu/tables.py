@@ -14,6 +14,9 @@ from .figures import Ratio, quantile, ratio
 SAME = ("gpus", "driver", "versions", "settings")
 """What runs that are merged have in common."""
 
+SHORT = (16, 64)
+"""Block sizes of the tables to decide by: vLLM's default, and a larger one. docs/results.md has all."""
+
 
 def merged(documents: Sequence[Found]) -> dict[str, Any]:
     """One document of several runs, made on the same hardware; each keeps its commit, and the last names all.
@@ -36,6 +39,10 @@ def merged(documents: Sequence[Found]) -> dict[str, Any]:
 def runs(found: Found) -> list[Found]:
     """Of a document of one run or of several."""
     return list(found.get("runs", [found]))
+
+
+def _short(found: Found) -> list[Found]:
+    return [run for run in runs(found) if run["block"] in SHORT]
 
 
 def whole(found: Found) -> str:
@@ -150,7 +157,7 @@ def headline(found: Found) -> str:
     def rows() -> Iterator[list[str]]:
         lengths = _lengths(runs(found)[0])
         yield ["ours / fastest of NIXL's: ms, and the ratio", *(f"{length:,} tokens" for length in lengths)]
-        for run in runs(found):
+        for run in _short(found):
             yield [_name(run), *(_against_best(run, one) for one in lengths)]
 
     return table(rows())
@@ -163,7 +170,7 @@ def beside(found: Found) -> str:
         lengths, in_flight = _lengths(runs(found)[0]), _in_flight(runs(found)[0])
         gaps = (f"gap, {length:,} tokens" for length in lengths)
         yield ["ours / `NixlConnector`", *gaps, *(f"requests/s, {number} in flight" for number in in_flight)]
-        for run in runs(found):
+        for run in _short(found):
             for mode, peers in PEERS.items():
                 for peer in (one for one in peers if one.startswith("nixl") and one in modes(run)):
                     order = f"{mode.removeprefix('ours, ')}{' / packed' if 'packed' in peer else ''}"
