@@ -1,6 +1,6 @@
 """Observability: spans and counters.
 
-The endpoint's thread calls an :class:`Observer`, which must return at once. An observer that raises is dropped.
+The thread that advances calls an :class:`Observer`, which must return at once. An observer that raises is dropped.
 """
 
 from __future__ import annotations

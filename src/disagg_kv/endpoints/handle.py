@@ -1,4 +1,4 @@
-"""Handles: what an engine holds of a room. Written by the endpoint's thread, read by the engine's."""
+"""Handles: what an engine holds of a room. Written by the thread that advances, read by the engine's."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..ids import Epoch, Rank, RoomId
 
 @define
 class Report:
-    """The cost of one room on this rank, live. The endpoint's thread writes it.
+    """The cost of one room on this rank, live. The thread that advances writes it.
 
     Args:
         path: name of the path, which decode chooses: on prefill, that to the last decode rank which has asked.

@@ -129,7 +129,7 @@ class MemoryPool(PagedMemory, Protocol):
     * A pool is compared by identity and allows weak references. Kernels cache data about its planes by the pool. A
       class with ``__slots__`` names ``__weakref__`` there; a data class has ``eq=False``.
 
-    The endpoint's thread and the engine's thread call it. Several endpoints may share one pool.
+    The thread that advances and the engine's call it. Several endpoints may share one pool.
     """
 
     @property
@@ -158,7 +158,7 @@ class MemoryPool(PagedMemory, Protocol):
     def write_aux(self, slot: int, data: bytes) -> None:
         """Copy ``data``, at most ``aux_bytes`` long, into the aux row ``slot``.
 
-        The endpoint's thread calls it; for a room that flags end, so does the engine's in ``poll`` and ``phase``. Both
+        The thread that advances calls it; for a room that flags end, so does the engine's in ``poll`` and ``phase``. Both
         may do so at once, for other rows or for one row with the same data.
 
         Raises:

@@ -78,7 +78,7 @@ class OpenTelemetryObserver(Closing):
 
     A room's span is called ``disagg_kv.prefill`` or ``disagg_kv.decode``. Its children are ``disagg_kv.queue``,
     ``gather``, ``wire`` and ``scatter``, one for each segment. Spans are given to the tracer's provider on the
-    endpoint's thread: its processor must return at once, as OpenTelemetry's ``BatchSpanProcessor`` does.
+    thread that advances: its processor must return at once, as OpenTelemetry's ``BatchSpanProcessor`` does.
 
     Args:
         side: ``"prefill"`` or ``"decode"``.

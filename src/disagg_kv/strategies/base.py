@@ -52,7 +52,7 @@ class TransferPlanner(Protocol):
     Decode names the path of each room. ``auto`` takes paths of the library alone; any other is taken where a side asks
     for it by name.
 
-    The same arguments give the same answer: endpoints keep answers. The endpoint's thread calls; nothing may block.
+    The same arguments give the same answer: endpoints keep answers. The thread that advances calls; nothing may block.
 
     Args:
         name: a plain word of its own.

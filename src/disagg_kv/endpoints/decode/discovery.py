@@ -77,7 +77,7 @@ class PrefillInstance:
 
 
 class Discovery:
-    """Instances that rooms wait for; everything here runs on the endpoint's thread.
+    """Instances that rooms wait for; everything here runs on the thread that advances.
 
     Attributes:
         unmet: by source, rooms that failed before their prefill ranks were known.

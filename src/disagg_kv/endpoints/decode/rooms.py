@@ -70,7 +70,7 @@ TICK_S = 0.02
 
 
 class DecodeSide:
-    """Everything here runs on the endpoint's thread."""
+    """Everything here runs on the thread that advances."""
 
     def __init__(
         self,

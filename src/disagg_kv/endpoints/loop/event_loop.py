@@ -221,7 +221,7 @@ class EventLoop(Peering):
         self.agree(self.verdict.tick(self.now))
 
     def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""
+        """Do it once an event has happened, or ``failed`` if the event raises; on the thread that advances."""
         try:
             occurred = event is None or bool(event.query())
         except Exception as exc:

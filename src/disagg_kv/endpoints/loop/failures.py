@@ -1,4 +1,4 @@
-"""What an endpoint's thread does with errors: it counts those of peers, and ends rooms, or itself, for its own."""
+"""What an endpoint does with errors: it counts those of peers, and ends rooms, or itself, for its own."""
 
 from __future__ import annotations
 

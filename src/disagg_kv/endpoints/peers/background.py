@@ -1,6 +1,6 @@
 """Threads for calls that may block: connecting a transport, and asking the rendezvous.
 
-The endpoint's thread never makes such a call. It starts a job here, and takes the result in one of its next steps.
+The thread that advances never makes such a call. It starts a job here, and takes the result in one of its next steps.
 """
 
 from __future__ import annotations

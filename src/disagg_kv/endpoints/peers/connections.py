@@ -2,8 +2,8 @@
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the peer is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. Where prefill has a path that needs decode's
-pool mapped, the same thread maps it, and compiles kernels where they have to be. The endpoint's thread begins with
-:meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
+pool mapped, the same thread maps it, and compiles kernels where they have to be. The thread that advances begins
+with :meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
 happened, so that the next frame of that peer does not begin another attempt at once.
 """
 
@@ -235,7 +235,7 @@ class Connections:
     def hold(self, session: PeerSession | None, frame: F, nbytes: int, then: Callable[[F], None]) -> bool:
         """Keep a frame of a peer that is linking; False: its sender is not. Raises nothing, drops beyond a bound.
 
-        ``then`` takes it, on the endpoint's thread.
+        ``then`` takes it, on the thread that advances.
         """
         link = None if session is None else session.link
         if link is None or link.linked or not link.wanted:

@@ -1,6 +1,6 @@
 """Where the ranks of instances are: asked of the rendezvous on a helper thread, and remembered.
 
-The endpoint's thread asks with :meth:`Directory.ask` and takes results with :meth:`Directory.answers`. Whatever a
+The thread that advances asks with :meth:`Directory.ask` and takes results with :meth:`Directory.answers`. Whatever a
 rendezvous does (it blocks, raises, or returns what cannot be) becomes an :class:`LookupResult`.
 """
 

@@ -1,6 +1,6 @@
 """All that an endpoint knows of its peers: a session for each incarnation, and which rooms use it.
 
-The endpoint's thread writes, any thread reads: an operator asks from the engine's thread. A peer that holds memory here
+The thread that advances writes, any thread reads: an operator asks from the engine's. A peer that holds memory here
 is listed for as long as it does: a room uses it. There is no lock: a signal handler that interrupts a reader may close
 the endpoint, whose thread must be able to write.
 """
@@ -107,7 +107,7 @@ class Sessions:
         self._clock = clock
         self._sessions: dict[Epoch, PeerSession] = {}
 
-    # On the endpoint's thread.
+    # On the thread that advances.
 
     def up(self, known: KnownPeer) -> PeerSession:
         """A peer is there, perhaps again."""

@@ -27,7 +27,7 @@ from .transfers import TransferQueue
 
 
 class PrefillRooms:
-    """The base of :class:`~.rooms.PrefillSide`, which has the frames and the time; runs on the endpoint's thread."""
+    """The base of :class:`~.rooms.PrefillSide`, which has the frames and the time; runs on the thread that advances."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from .transfers import TransferQueue
 
 
 class PrefillSide(PrefillRooms):
-    """Everything here runs on the endpoint's thread."""
+    """Everything here runs on the thread that advances."""
 
     def __init__(
         self,
