@@ -1,4 +1,4 @@
-"""A hook of the site: roles of docstrings, such as ``:meth:`close```, become code, with a link where the name is whole."""
+"""A hook of the site: roles of docstrings, such as ``:meth:`close```, become code, with a link for a whole name."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
-from benchmarks.tables import PLAIN_CEILING, Found, above, table
+from benchmarks.tables import Found, table
 
 
 def _ms(of: Mapping[str, float]) -> str:

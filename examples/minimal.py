@@ -14,8 +14,20 @@ import time
 
 import torch
 
-from disagg_kv import CacheSpec, DecodeEndpoint, Expectation, PagedPool, PageTable, Phase, PrefillEndpoint, Source
-from disagg_kv import ZmqChannel, room_id, shard, transport
+from disagg_kv import (
+    CacheSpec,
+    DecodeEndpoint,
+    Expectation,
+    PagedPool,
+    PageTable,
+    Phase,
+    PrefillEndpoint,
+    Source,
+    ZmqChannel,
+    room_id,
+    shard,
+    transport,
+)
 from disagg_kv.rendezvous import RequestRendezvous
 
 LAYERS, HEADS, DIM, TOKENS, ROOM = 2, 4, 64, 100, room_id("request 1")

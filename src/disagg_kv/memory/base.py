@@ -158,8 +158,8 @@ class MemoryPool(PagedMemory, Protocol):
     def write_aux(self, slot: int, data: bytes) -> None:
         """Copy ``data``, at most ``aux_bytes`` long, into the aux row ``slot``.
 
-        The thread that advances calls it; for a room that flags end, so does the engine's in ``poll`` and ``phase``. Both
-        may do so at once, for other rows or for one row with the same data.
+        The thread that advances calls it; for a room that flags end, so does the engine's in ``poll`` and ``phase``.
+        Both may do so at once, for other rows or for one row with the same data.
 
         Raises:
             GeometryError: there is no such row, or ``data`` is longer.
