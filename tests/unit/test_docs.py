@@ -224,6 +224,19 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert [page for page in pages if f" {page}\n" not in words("mkdocs.yml")] == []
 
 
+FAMILIES = {
+    "Llama": "Llama", "Mistral": "Mistral", "Gemma3": "Gemma 3", "DeepseekV3": "DeepSeek V3", "FalconH1": "Falcon-H1",
+}  # fmt: skip
+"""Models of the tests in real engines: the name of the class, and that in the matrix."""
+
+
+def test_the_matrix_has_every_model_that_the_engines_run() -> None:
+    source = "".join(file.read_text() for file in (ROOT / "tests/engines").glob("*.py"))
+    assert set(re.findall(r"\b(\w+)ForCausalLM\(", source)) == set(FAMILIES)
+    matrix = [line for line in words("docs/why.md").splitlines() if "tested" in line or "refused" in line]
+    assert [name for name in FAMILIES.values() if not any(f": {name} |" in line for line in matrix)] == []
+
+
 def test_the_reference_has_every_layer() -> None:
     """What users do not import, the command line, is left out."""
     layers = {path.parent.name for path in (ROOT / "src/disagg_kv").glob("*/__init__.py")} - {"cli"}
