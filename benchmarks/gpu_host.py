@@ -26,6 +26,7 @@ import zmq
 
 from bench.machine import installed
 from disagg_kv.kernels.cuda_queue import CudaQueue
+from disagg_kv.kernels.triton_kernels import OPS
 from disagg_kv.kernels.triton_launch import Launcher
 
 from .gpu_kernels import CASES, Bench, _said
@@ -77,7 +78,7 @@ def calls() -> dict[str, Callable[[], object]]:
 def launches(number: int) -> dict[str, Callable[[], object]]:
     """A case of ``gpu_kernels``, until the call returns and until its result is there."""
     case = CASES[number]
-    bench, launcher = Bench(case, 48, "cuda"), Launcher(case.op)
+    bench, launcher = Bench(case, 48, "cuda"), Launcher(OPS[case.op])
 
     def ended() -> None:
         event = bench.call(launcher)
@@ -91,7 +92,7 @@ def launches(number: int) -> dict[str, Callable[[], object]]:
 def prepared(number: int) -> dict[str, dict[str, float]]:
     """The same case, of which only the launch is left."""
     case = CASES[number]
-    bench, launcher = Bench(case, 48, "cuda"), Launcher(case.op)
+    bench, launcher = Bench(case, 48, "cuda"), Launcher(OPS[case.op])
     bench.check(launcher)
     prepare, launch = bench.halves(launcher)
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -36,12 +36,12 @@ from bench.timing import Queued as Sleeping
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Checksums, Move, PageMove, Pages, ReferenceKernels
+from disagg_kv.kernels.convert.kinds import TUNED, kinds_of, op_of, split_copies
+from disagg_kv.kernels.convert.launch import beside, in_turn
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
-from disagg_kv.kernels.triton_convert import copy as copy_converted
-from disagg_kv.kernels.triton_convert import gather as gather_converted
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
-from disagg_kv.kernels.triton_kernels import TUNED, Tuning
+from disagg_kv.kernels.triton_kernels import OPS, Tuning
 from disagg_kv.kernels.triton_launch import Launcher, PreparedLaunch
 from disagg_kv.kernels.triton_sums import ChecksumLauncher
 from disagg_kv.memory import Buffer, ConvertedPool, Event, Layout, MemoryPool, PagedPool
@@ -125,14 +125,14 @@ class Conversions:
     """
 
     def __init__(self, tuning: Tuning) -> None:
-        self._plain = Launcher("gather")
-        self._tuning = tuning
+        self._of = cache(lambda kind: Launcher(evolve(op_of("gather", kind), tuning=tuning)))
 
     def __call__(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None = None
     ) -> Event | None:
         """Enqueue them."""
-        return gather_converted(self._plain, pool, moves, staging, after, self._tuning)
+        parts = kinds_of(pool).split(moves)
+        return beside([partial(self._of(kind), pool, some, staging) for kind, some, _ in parts], after)
 
 
 class Copies:
@@ -143,12 +143,11 @@ class Copies:
     """
 
     def __init__(self, tuning: Tuning) -> None:
-        self._plain = CopyLauncher(tuning=tuning)
-        self._tuning = tuning
+        self._of = cache(lambda kind: CopyLauncher(evolve(op_of("copy", kind), tuning=tuning)))
 
     def __call__(self, moves: Sequence[PageMove], after: Event | None = None) -> Event | None:
         """Enqueue them."""
-        return copy_converted(self._plain, moves, after, None, self._tuning)
+        return in_turn([partial(self._of(kind), some) for kind, some in split_copies(moves)], after)
 
 
 Launch = Launcher | ChecksumLauncher | Conversions | Copies
@@ -381,13 +380,14 @@ def _launcher(case: Case, tuning: Tuning) -> Launch:
         return Copies(tuning)
     if case.into:
         return Conversions(tuning)
-    return ChecksumLauncher(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
+    op = evolve(OPS[case.op], tuning=tuning)
+    return ChecksumLauncher(op) if case.op == "checksum" else Launcher(op)
 
 
 def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> list[dict[str, object]]:
     bench = Bench(case, layers, device)
     launchers: dict[Tuning, Launch] = {}
-    for tuning in tunings or [TUNED[f"{case.op}_converted" if case.into else case.op]]:
+    for tuning in tunings or [(TUNED if case.into else {name: op.tuning for name, op in OPS.items()})[case.op]]:
         launchers[tuning] = _launcher(case, tuning)
     for launcher in launchers.values():
         bench.check(launcher)

@@ -81,7 +81,7 @@ class Scene:
         )
         ends = [Pages(pool, {KV: PageTable(KV, pages)}) for pool in pools]
         self.moves = [PageMove(PageCopy(layout, layout), *ends)]
-        self.launcher = CopyLauncher(32)
+        self.launcher = CopyLauncher(programs=32)
         self.launcher.warm(pools[0], pools[1])
         self.engine = torch.cuda.Stream()
 
@@ -112,6 +112,7 @@ def in_parts(by_triton: bool, scene: Scene, clock: Clock) -> Callable[[], None]:
         entry = context.entries[call.shape.constants]
         assert isinstance(entry, DriverEntry), "this driver does not tell a kernel's parameters"
         chosen = TritonEntry(entry.compiled) if by_triton else entry
+        counts = call.shape.tiles, call.entries * call.shape.tiles
         rest = ELEMENTS[call.shape.element_bytes], *call.shape.constants
         clock.end("look up the kernel, build its arguments")
         queue.__enter__()
@@ -120,7 +121,7 @@ def in_parts(by_triton: bool, scene: Scene, clock: Clock) -> Callable[[], None]:
         clock.end("upload the call's table")
         behind(queue, on, after)
         clock.end("wait for the engine's event")
-        chosen(queue, on, call.programs, [one.data_ptr() for one in call.tables], call.counts, rest)
+        chosen(queue, on, call.programs, (call.slot.addr, *counts), rest)
         clock.end(part)
         mark = queue.record(on)
         clock.end("record the end")

@@ -27,6 +27,7 @@ import torch
 
 from bench.machine import installed
 from disagg_kv.kernels.tensors import plane_of, tensor_of
+from disagg_kv.kernels.triton_kernels import OPS
 from disagg_kv.kernels.triton_launch import Launcher
 
 from .gpu_kernels import CASES, Bench, _said
@@ -77,7 +78,7 @@ def timed(calls: dict[str, Callable[[], object]], before: dict[str, Callable[[],
 def measure(theirs: Any, number: int) -> dict[str, object]:
     """One case of ``gpu_kernels``."""
     case = CASES[number]
-    bench, launcher = Bench(case, LAYERS, "cuda"), Launcher(case.op)
+    bench, launcher = Bench(case, LAYERS, "cuda"), Launcher(OPS[case.op])
     bench.check(launcher)
     planes = [plane_of(bench.pools[0], i).view(torch.bfloat16).flatten(0, 1) for i in bench._order]
     keys, values = planes[:LAYERS], planes[LAYERS:]

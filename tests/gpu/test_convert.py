@@ -10,7 +10,7 @@ import torch
 
 from disagg_kv.geometry import CONVERSIONS, PageTable, elect, shard
 from disagg_kv.kernels import KERNELS, Move, PageMove, Pages, ReferenceKernels, TritonKernels
-from disagg_kv.kernels.convert.triton import copy_converted, gather_converted
+from disagg_kv.kernels.convert.triton import convert
 from disagg_kv.memory import Buffer, ConvertedPool, Event, Layout, MappedPool, PagedMemory, PagedPool, new_buffer
 from disagg_kv.planning import PairPlan, Segment
 from tests.support.convert_grid import Case, cases, check, every_code, moves_of
@@ -106,8 +106,7 @@ def _page_move(source: ConvertedPool, target: PagedMemory, rows: tuple[int, int]
 
 def _compiled() -> int:
     """Kernels of conversions that were compiled in this process."""
-    kernels = copy_converted, gather_converted
-    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+    return sum(len(cache[0]) for cache in convert.device_caches.values())
 
 
 @pytest.mark.parametrize("case", [EVEN[4], EVEN[-1]], ids=lambda case: case.name)

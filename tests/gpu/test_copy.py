@@ -14,8 +14,8 @@ from hypothesis import given
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.kernels import KERNELS, Kernels, Move, PageMove, Pages, TritonKernels
-from disagg_kv.kernels.copy.triton import copy as copy_kernel
 from disagg_kv.kernels.cuda_queue import Mark
+from disagg_kv.kernels.moves.triton import copy as copy_kernel
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
 from disagg_kv.kernels.triton_slots import SLOTS
 from disagg_kv.memory import Layout, MappedPool, PagedMemory, PagedPool, undisturbed

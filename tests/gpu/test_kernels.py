@@ -29,9 +29,9 @@ from disagg_kv.kernels import (
     available,
     kernels_for,
 )
+from disagg_kv.kernels.convert.launch import launcher as launcher_of
 from disagg_kv.kernels.cuda_queue import Mark
-from disagg_kv.kernels.select import _launcher
-from disagg_kv.kernels.triton_kernels import TUNED
+from disagg_kv.kernels.triton_kernels import OPS
 from disagg_kv.kernels.triton_launch import FULL, Launcher
 from disagg_kv.kernels.triton_slots import MOST_PREPARED, SLOTS
 from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
@@ -239,7 +239,7 @@ def test_kernels_that_are_warmed_in_inference_mode_work_outside_of_it() -> None:
     pool, memory = _small()
     memory.fill_(3)
     staging = _staging(4096)
-    gather = Launcher("gather")
+    gather = Launcher(OPS["gather"])
     with torch.inference_mode():
         gather.warm(pool)
     _wait(gather(pool, [_page(0, 0)], staging, None))
@@ -260,7 +260,7 @@ def test_launches_that_fail_take_no_slot_with_them() -> None:
     """However many; the next one is right."""
     pool, memory = _small()
     memory.view(-1, 4096)[5] = 9
-    staging, launcher = _staging(4096), Launcher("gather")
+    staging, launcher = _staging(4096), Launcher(OPS["gather"])
     _wait(launcher(pool, [_page(5, 0)], staging, None))
     for _ in range(SLOTS + 10):
         with pytest.raises(RuntimeError, match="the engine's own"):
@@ -306,7 +306,7 @@ def test_a_prepared_gather_comes_after_the_engines_event_and_waits_for_no_other(
     """Not for the event of a gather that was launched after it was prepared, on whatever stream."""
     pool, memory = _small()
     staging = _staging(16 * 4096)
-    gather = Launcher("gather")
+    gather = Launcher(OPS["gather"])
     gather.warm(pool)
     memory.fill_(3)
     torch.cuda.synchronize()
@@ -345,7 +345,7 @@ def test_what_is_prepared_first_may_be_compiled_at_its_launch() -> None:
     pool, memory = _small()
     memory.fill_(9)
     staging = buffer_on("cuda", np.arange(64, dtype=np.uint8).repeat(4096))
-    scatter = Launcher("scatter")
+    scatter = Launcher(OPS["scatter"])
     first = _prepared(scatter, pool, 0, staging)
     for prepared in (first, _prepared(scatter, pool, 5, staging)):
         _wait(prepared.launch())
@@ -357,7 +357,7 @@ def test_prepared_scatters_keep_their_arguments_whatever_is_launched_or_dropped_
     pool, memory = _small()
     other, _ = _small()
     staging = buffer_on("cuda", np.arange(64, dtype=np.uint8).repeat(4096))
-    scatter = Launcher("scatter")
+    scatter = Launcher(OPS["scatter"])
     scatter.warm(pool)
     memory.fill_(99)
     torch.cuda.synchronize()
@@ -380,7 +380,7 @@ def test_no_more_is_prepared_than_leaves_slots_for_calls_and_no_memory_is_taken_
     """To allocate pinned memory may wait for all of the GPU. Launched or dropped makes room again."""
     pool, memory = _small()
     staging = buffer_on("cuda", np.arange(64, dtype=np.uint8).repeat(4096))
-    scatter = Launcher("scatter")
+    scatter = Launcher(OPS["scatter"])
     scatter.warm(pool)
     memory.fill_(99)
     torch.cuda.synchronize()
@@ -462,7 +462,7 @@ def test_threads_may_gather_and_scatter_at_once() -> None:
 
 def test_nothing_is_compiled_for_another_request() -> None:
     """Token counts, pages, slices and the number of moves are values; only alignment and widths are code."""
-    from disagg_kv.kernels.gather.triton import gather
+    from disagg_kv.kernels.moves.triton import gather
 
     def compiled() -> int:
         return sum(len(cache[0]) for cache in gather.device_caches.values())
@@ -491,8 +491,7 @@ def test_after_the_warm_up_nothing_is_compiled_for_a_first_request(
     layout: Layout, heads: int, dim: int, dtype: str
 ) -> None:
     """Whatever heads and rows it takes."""
-    from disagg_kv.kernels.gather.triton import gather
-    from disagg_kv.kernels.scatter.triton import scatter
+    from disagg_kv.kernels.moves.triton import gather, scatter
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in (gather, scatter) for cache in kernel.device_caches.values())
@@ -558,9 +557,9 @@ def test_large_launches_behind_the_same_events_come_one_after_the_other() -> Non
     first, second = (PagedPool.allocate(spec, shard(spec), pages=pages, page_size=64, device="cuda") for _ in range(2))
     rows, nbytes = 64 * pages, 1 << 26
     layout = staged_layout([(0, 0, 8, 0, rows, 0)], nbytes)
-    assert nbytes // TUNED["gather"].tile_bytes >= FULL
+    assert nbytes // OPS["gather"].tuning.tile_bytes >= FULL
     memory, staging = _tensor(first.buffers[0]), _staging(nbytes)
-    gather = Launcher("gather")
+    gather = Launcher(OPS["gather"])
     for pool in (first, second):
         gather.warm(pool)
     for number in range(1, 4):
@@ -624,7 +623,7 @@ def test_what_arrives_is_scattered_on_streams_of_the_lowest_priority() -> None:
     pool = PagedPool.allocate(SMALL, shard(SMALL), pages=2, page_size=4, device="cuda")
     assert isinstance(TRITON, SupportsWarmUp)
     TRITON.warm(pool)
-    contexts = [_launcher(name)._context("cuda:0") for name in ("gather", "scatter")]
+    contexts = [launcher_of(name, None)._context("cuda:0") for name in ("gather", "scatter")]
     ours = {stream.priority for context in contexts for stream in context.streams}
     assert ours == {torch.cuda.Stream(priority=1 << 20).priority}, "out of range is mapped to the lowest"
     assert torch.cuda.Stream(priority=-1).priority < ours.pop()

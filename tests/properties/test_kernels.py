@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from disagg_kv.kernels import CpuKernels, Kernels, Move, ReferenceKernels
-from disagg_kv.kernels.copy import cpu
+from disagg_kv.kernels.moves import cpu_copy
 from disagg_kv.memory import PagedPool
 from tests.support.kernel_cases import CopyCase, cases, copy_cases
 from tests.support.pools import Bytes, buffer_over, copies
@@ -64,7 +64,7 @@ def test_copy_copies_every_named_unit_and_writes_no_other_byte(kernels: Kernels,
         for (cell, _, nbytes), (into, _, _) in zip(*cells, strict=True):
             expected[into : into + nbytes] = case.memory[cell : cell + nbytes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "SMALL", small)
+        patch.setattr(cpu_copy, "SMALL", small)
         assert kernels.copy(case.moves, None) is None
     assert np.array_equal(case.into, expected)
     assert np.array_equal(case.memory, before)

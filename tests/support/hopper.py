@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from disagg_kv.geometry import CacheSpec, Shard, shard
 from disagg_kv.ids import LayerId
-from disagg_kv.kernels.copy.triton import copy
+from disagg_kv.kernels.moves.triton import copy
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
 from disagg_kv.kernels.triton_tables import Planes
 from disagg_kv.memory import Buffer, MappedPool, PagedMemory, PagedPool

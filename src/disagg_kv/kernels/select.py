@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -29,14 +29,12 @@ from .base import (
     converts,
 )
 from .checksum import cpu as checksum_cpu
-from .copy import cpu as copy_cpu
-from .gather import cpu as gather_cpu
-from .scatter import cpu as scatter_cpu
+from .convert import pages as converted
+from .moves import cpu as moves_cpu
+from .moves import cpu_copy
 
 if TYPE_CHECKING:
-    from .triton_copy_launch import CopyLauncher
-    from .triton_launch import Launcher
-    from .triton_sums import ChecksumLauncher
+    from .convert.launch import Launches
 
 log = logging.getLogger("disagg_kv")
 
@@ -49,7 +47,7 @@ class ReferenceKernels:
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
-        from .gather import reference  # imports torch, which the NumPy kernels do without
+        from .moves import reference  # imports torch, which the NumPy kernels do without
 
         if after is not None:
             after.synchronize()
@@ -58,14 +56,14 @@ class ReferenceKernels:
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Copy staging into pages; blocks until it is done."""
-        from .scatter import reference
+        from .moves import reference
 
         reference.scatter(pool, moves, staging)
         _finish(staging.device)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         """Copy pages into pages; blocks until ``after`` has happened and the copy is done. raises no flags."""
-        from .copy import reference
+        from .moves import reference
 
         if after is not None:
             after.synchronize()
@@ -100,24 +98,25 @@ class CpuKernels:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
         if after is not None:
             after.synchronize()
-        gather_cpu.gather(pool, moves, staging)
+        (converted if converts(pool) else moves_cpu).gather(pool, moves, staging)
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Copy staging into pages; blocks until it is done."""
-        scatter_cpu.scatter(pool, moves, staging)
+        moves_cpu.scatter(pool, moves, staging)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         """Copy pages into pages, in one pass; blocks until ``after`` has happened and the copy is done."""
         if after is not None:
             after.synchronize()
-        copy_cpu.copy(moves)
+        for move in moves:
+            (converted if converts(move.source.pool) else cpu_copy).copy(move)
         raise_flags(flags)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
         if after is not None:
             after.synchronize()
-        sums = checksum_cpu.checksum(pool, moves)
+        sums = (converted if converts(pool) else checksum_cpu).checksum(pool, moves)
         return Checksums(None, lambda: sums)
 
 
@@ -137,52 +136,36 @@ class TritonKernels:
             programs = arguments.count(programs, "kernels: programs", least=1, most=1 << 20)
         self._programs = programs
 
+    @cached_property
+    def _launches(self) -> Launches:
+        return _launches(self._programs)
+
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
         """Enqueue the copy of pages into staging behind ``after``; the event of its end."""
-        launcher = _launcher("gather")
-        if converts(pool):
-            from .triton_convert import gather
-
-            return gather(launcher, pool, moves, staging, after)
-        return launcher(pool, moves, staging, after)
+        return self._launches.gather(pool, moves, staging, after)
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Enqueue the copy of staging into pages; the event of its end."""
-        return _launcher("scatter")(pool, moves, staging)
+        return self._launches.scatter(pool, moves, staging)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
         """Enqueue the copy of pages into pages behind ``after``; the event of its end.
 
         One stream raises the flags. Conversions, which take several launches, raise none.
         """
-        _launcher("gather")  # what is missing is said there
-        if any(converts(move.source.pool) for move in moves):
-            from .triton_convert import copy
-
-            return copy(_copier(self._programs), moves, after, self._programs)
-        return _copier(self._programs)(moves, after, flags)
+        return self._launches.copy(moves, after, flags)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
         """Write the table of a scatter and bring it to the GPU."""
-        return _launcher("scatter").prepare(pool, moves, staging)
+        return self._launches.prepare_scatter(pool, moves, staging)
 
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
         """Write the table of a gather."""
-        launcher = _launcher("gather")
-        if converts(pool):
-            from .triton_convert import prepare_gather
-
-            return prepare_gather(launcher, pool, moves, staging)
-        return launcher.prepare(pool, moves, staging, moved=True)
+        return self._launches.prepare_gather(pool, moves, staging)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Enqueue the sums behind ``after``, and their copy to the host."""
-        _launcher("gather")  # what is missing is said there
-        if converts(pool):
-            from .triton_convert import checksum
-
-            return checksum(_summer(), pool, moves, after)
-        return _summer()(pool, moves, after)
+        return self._launches.checksum(pool, moves, after)
 
     def orders(self, event: Event) -> bool:
         """The stream waits for torch's events, but not for others; where Triton interprets, it waits for none."""
@@ -192,51 +175,24 @@ class TritonKernels:
 
     def warm(self, pool: MemoryPool) -> None:
         """Compile gather and scatter for the pool; of one that is read as another cache, gather."""
-        if converts(pool):
-            from .triton_convert import warm
-
-            warm(_launcher("gather"), pool)
-            return
-        for name in ("gather", "scatter"):
-            _launcher(name).warm(pool)
+        self._launches.warm(pool)
 
     def warm_checksum(self, pool: MemoryPool) -> None:
         """Compile the checksums of the pool."""
-        _launcher("gather")  # what is missing is said there
-        from .triton_convert import warm_checksum
-
-        warm_checksum(_summer(), pool)
+        self._launches.warm_checksum(pool)
 
     def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
         """Compile the copy between two pools, and upload their tables."""
-        _launcher("gather")
-        from .triton_convert import warm_copy
-
-        warm_copy(_copier(self._programs), source, target, self._programs)
+        self._launches.warm_copy(source, target)
 
 
-@cache
-def _launcher(name: str) -> Launcher:
-    """The process's launcher; a :class:`MissingDependencyError` where Triton or torch cannot be imported."""
+def _launches(programs: int | None = None) -> Launches:
+    """What Triton launches; a :class:`MissingDependencyError` where it or torch cannot be imported."""
     try:
-        from .triton_launch import Launcher
+        from .convert.launch import Launches
     except ImportError as exc:
         raise MissingDependencyError("kernels 'triton'", str(exc), "pip install 'disagg_kv[triton]'") from exc
-    return Launcher(name)
-
-
-@cache
-def _copier(programs: int | None) -> CopyLauncher:
-    from .triton_copy_launch import CopyLauncher
-
-    return CopyLauncher(programs)
-
-
-@cache
-def _summer() -> ChecksumLauncher:
-    from .triton_sums import ChecksumLauncher
-
-    return ChecksumLauncher()
+    return Launches(programs)
 
 
 KERNELS: Mapping[str, Kernels] = MappingProxyType(
@@ -254,7 +210,7 @@ def kernels_for(device: str) -> Kernels:
     kind = device.partition(":")[0]
     if kind == "cuda":
         try:
-            _launcher("gather")
+            _launches()
         except MissingDependencyError as error:
             log.warning("memory on %s uses the reference kernels, which are many times slower: %s", device, error)
             return KERNELS["reference"]
@@ -281,7 +237,7 @@ def _device(kernels: Kernels) -> str:
     """Where to try them."""
     if not isinstance(kernels, TritonKernels):
         return "cpu"
-    _launcher("gather")
+    _launches()
     from .triton_kernels import INTERPRETED
 
     return "cpu" if INTERPRETED else "cuda"

@@ -6,36 +6,16 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from attrs import evolve, frozen
+from attrs import evolve
 
-from ..errors import UnsupportedError
 from ..geometry import I64
 from ..memory import PagedMemory
 from ..planning import StagedLayout
 from .base import PageMove
-from .triton_tables import MOST, PLANE, CellBytes, PageIds, Planes, Shape, known_or_made
-
-SIDE = 4
-"""Words of a side: address of the plane's words, first unit, first row, address of the page ids.
-
-The first row is counted from the first of those page ids.
-"""
+from .triton_tables import SIDE, Cells, PageIds, Planes, Shape, counted, known_or_made
 
 ENTRY = 2 + 2 * SIDE
 """Words of an entry: units, rows, then the source's side and the target's."""
-
-
-@frozen(eq=False)
-class PoolWords:
-    """A pool as kernels find it.
-
-    Args:
-        planes: its planes.
-        addr: where the kernels find their words.
-    """
-
-    planes: Planes
-    addr: int
 
 
 class _Sides:
@@ -46,27 +26,25 @@ class _Sides:
         layouts: of each move, none of them empty.
     """
 
-    def __init__(self, pools: Sequence[PoolWords], layouts: Sequence[StagedLayout]) -> None:
+    def __init__(self, pools: Sequence[Planes], layouts: Sequence[StagedLayout]) -> None:
         counts = [len(x.plane) for x in layouts]
-        words = np.concatenate([p.planes.words[x.plane] for p, x in zip(pools, layouts, strict=True)])
+        words = np.concatenate([p.words[x.plane] for p, x in zip(pools, layouts, strict=True)])
         self.base, self.page_stride, self.row_stride, self.unit_stride, self.rows_per_page, self.unit_bytes = words.T[
             :6
         ]
         self.first_unit = np.concatenate([x.first_unit for x in layouts]).astype(np.int64)
         self.words = np.zeros((len(words), SIDE), np.int64)
-        self.words[:, 0] = np.concatenate(
-            [p.addr + x.plane.astype(np.int64) * (PLANE * 8) for p, x in zip(pools, layouts, strict=True)]
-        )
+        self.words[:, 0] = np.concatenate([p.at(x.plane) for p, x in zip(pools, layouts, strict=True)])
         self.words[:, 1] = self.first_unit
         self.words[:, 2] = np.concatenate([x.row_start - x.row_start[0] for x in layouts])
         # Which of the groups of all moves, counted through, an entry belongs to.
-        begins = np.cumsum([0, *(len(p.planes.groups) for p in pools)])[:-1]
-        group = np.concatenate([p.planes.group[x.plane] for p, x in zip(pools, layouts, strict=True)])
+        begins = np.cumsum([0, *(len(p.groups) for p in pools)])[:-1]
+        group = np.concatenate([p.group[x.plane] for p, x in zip(pools, layouts, strict=True)])
         self.of = np.repeat(begins, counts) + group
-        self.scales_bits = 0
-        """Of the scales that conversions read, addresses and strides, or'ed."""
+        self.beside = 0
+        """Of what is read beside the cells, addresses and strides, or'ed."""
         for p, x in zip(pools, layouts, strict=True):
-            self.scales_bits |= p.planes.scales_bits(np.unique(x.plane).tolist())
+            self.beside |= p.beside(np.unique(x.plane).tolist())
 
     def bits(self, side_by_side: npt.NDArray[np.bool_]) -> I64:
         """Of each entry addresses and strides, or'ed; where units are side by side, not that of a unit."""
@@ -86,7 +64,7 @@ class CopyPattern:
         ends: source and target of each move.
         moves: of the call, none of them empty.
         tile_bytes: what one program copies at once, a power of two.
-        numbers: of cells that are converted.
+        cells: what changes on the way, if anything does.
 
     Raises:
         UnsupportedError: more than the kernel can count.
@@ -94,10 +72,10 @@ class CopyPattern:
 
     def __init__(
         self,
-        ends: Sequence[tuple[PoolWords, PoolWords]],
+        ends: Sequence[tuple[Planes, Planes]],
         moves: Sequence[PageMove],
         tile_bytes: int,
-        numbers: CellBytes | None = None,
+        cells: Cells | None = None,
     ) -> None:
         source = _Sides([a for a, _ in ends], [m.copy.source for m in moves])
         target = _Sides([b for _, b in ends], [m.copy.target for m in moves])
@@ -108,11 +86,11 @@ class CopyPattern:
         """The entries, as if every move's first row and page ids lay at 0."""
         self.spans = [_span(m.copy.source) for m in moves]
         """Per move the lowest and the highest row, counted from its first entry's first."""
-        if numbers is None:
+        if cells is None:
             self.shape = _runs(source, target, units, rows, tile_bytes)
         else:
-            aligned = numbers.aligned(source.cell_bits(units), target.cell_bits(units), source.scales_bits)
-            self.shape = _counted(numbers.shape(aligned, rows * units, tile_bytes), rows * units)
+            aligned = cells.aligned(source.cell_bits(units), target.cell_bits(units), source.beside)
+            self.shape = counted(cells.shape(aligned, rows * units, tile_bytes), rows * units)
 
 
 def _span(layout: StagedLayout) -> tuple[int, int]:
@@ -128,30 +106,22 @@ def _runs(source: _Sides, target: _Sides, units: I64, rows: I64, tile_bytes: int
     bits = int(np.bitwise_or.reduce(source.bits(side_by_side) | target.bits(side_by_side) | run_bytes))
     shape = Shape.of_runs(bits, int(run_bytes.max()), tile_bytes)
     chunks = -(-run_bytes // (shape.element_bytes * shape.columns))
-    return _counted(evolve(shape, tiles=int((-(-pieces // shape.pieces) * chunks).max())), pieces)
-
-
-def _counted(shape: Shape, pieces: I64) -> Shape:
-    if max(int(pieces.max()), len(pieces) * shape.tiles) > MOST // 2:
-        raise UnsupportedError(
-            f"one copy of {len(pieces)} entries, the largest of {int(pieces.max())} pieces: too many"
-        )
-    return shape
+    return counted(evolve(shape, tiles=int((-(-pieces // shape.pieces) * chunks).max())), pieces)
 
 
 class CopyPatterns:
     """Patterns of calls; segments of one size share theirs. One thread at a time.
 
     Args:
-        tile_bytes: see :class:`CopyPattern`; numbers: too.
+        tile_bytes, cells: see :class:`CopyPattern`.
     """
 
-    def __init__(self, tile_bytes: int, numbers: CellBytes | None = None) -> None:
-        self._cut = tile_bytes, numbers
+    def __init__(self, tile_bytes: int, cells: Cells | None = None) -> None:
+        self._cut = tile_bytes, cells
         self._known: dict[tuple[Hashable, ...], CopyPattern] = {}
 
-    def of(self, ends: Sequence[tuple[PoolWords, PoolWords]], moves: Sequence[PageMove]) -> CopyPattern:
-        """The pattern of these moves, none of them empty; ends of one pool are one object."""
+    def of(self, ends: Sequence[tuple[Planes, Planes]], moves: Sequence[PageMove]) -> CopyPattern:
+        """The pattern of these moves, none of them empty; planes of one pool are one object."""
         key = tuple([(*pair, _what(m.copy.source), _what(m.copy.target)) for pair, m in zip(ends, moves, strict=True)])
         return known_or_made(self._known, key, lambda: CopyPattern(ends, moves, *self._cut))
 
@@ -170,7 +140,7 @@ class CopyCall:
 
     Args:
         moves: of the call; those without entries are left out.
-        pools: a pool as kernels find it; the same object for the same pool.
+        planes: of a pool; the same object for the same pool.
         patterns: finds or makes the pattern.
 
     Raises:
@@ -178,13 +148,13 @@ class CopyCall:
     """
 
     def __init__(
-        self, moves: Sequence[PageMove], pools: Callable[[PagedMemory], PoolWords], patterns: CopyPatterns
+        self, moves: Sequence[PageMove], planes: Callable[[PagedMemory], Planes], patterns: CopyPatterns
     ) -> None:
         moves = [m for m in moves if len(m.copy.source.plane)]
         self.entries = self.words = 0
         if not moves:
             return
-        ends = [(pools(m.source.pool), pools(m.target.pool)) for m in moves]
+        ends = [(planes(m.source.pool), planes(m.target.pool)) for m in moves]
         self._pattern = patterns.of(ends, moves)
         self.entries = len(self._pattern.words)
         self.shape = self._pattern.shape
@@ -192,14 +162,9 @@ class CopyCall:
         self._places: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
         for (a, b), move, span in zip(ends, moves, self._pattern.spans, strict=True):
             first = int(move.copy.source.row_start[0])
-            for places, pool, pages in ((self._places[0], a, move.source), (self._places[1], b, move.target)):
-                places += self._ids.add(pool.planes, pages.tables, first, span)
+            for places, of, pages in ((self._places[0], a, move.source), (self._places[1], b, move.target)):
+                places += self._ids.add(of, pages.tables, first, span)
         self.words = self.entries * ENTRY + self._ids.words
-
-    @property
-    def total(self) -> int:
-        """Tiles of all entries."""
-        return self.entries * self.shape.tiles
 
     def write(self, into: I64, at: int) -> None:
         """Write the table.

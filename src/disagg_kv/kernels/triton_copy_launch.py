@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from ..errors import RegistrationError
 from ..memory import Event, Flag, PagedMemory
 from ..memory.flag import raise_flags
 from .base import PageMove
 from .cuda_queue import Mark
-from .triton_copies import CopyCall, CopyPatterns, PoolWords
-from .triton_kernels import Tuning
-from .triton_kinds import Kind, numbers_of
+from .triton_copies import CopyCall, CopyPatterns
+from .triton_kernels import OPS, Op
 from .triton_launch import Host, LaunchContext, Written
 from .triton_slots import ArgumentSlot
 from .triton_tables import Planes
@@ -30,18 +27,14 @@ class CopyLauncher(Host):
     """Copies on GPUs; see :class:`.triton_launch.Host`.
 
     Args:
-        programs: most programs of a launch; None: as the tuning says.
-        tuning: how the work is cut; None: as :data:`.triton_kernels.TUNED` says.
-        kind: of the conversion, if it converts.
+        op: the operation.
+        programs: most programs of a launch; None: as the operation's tuning says.
     """
 
-    takes = 1, 2
-
-    def __init__(self, programs: int | None = None, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
-        super().__init__("copy" if kind is None else "copy_converted", tuning, kind)
+    def __init__(self, op: Op = OPS["copy"], programs: int | None = None) -> None:
+        super().__init__(op)
         self._programs = programs
-        self._patterns = CopyPatterns(self._tuning.tile_bytes, numbers_of(kind))
-        self._words: WeakKeyDictionary[PagedMemory, PoolWords] = WeakKeyDictionary()
+        self._patterns = CopyPatterns(op.tuning.tile_bytes, op.cells)
         self._finding = threading.Lock()
 
     def __call__(
@@ -99,36 +92,27 @@ class CopyLauncher(Host):
         """A call's table in a slot; None: there is nothing to do, or no slot."""
         stream = context.stream()
         with self._finding:
-            call = CopyCall(moves, lambda pool: self._pool_words(context, pool, stream), self._patterns)
+            call = CopyCall(moves, lambda pool: context.tables.of(pool, stream), self._patterns)
         if not call.entries:
             return None
         slot = take(call.words)
         if slot is None:
             return None
         call.write(slot.words, slot.addr)
-        bound = self._bound(context)
-        programs, counts = min(call.total, bound), (call.shape.tiles, call.total)
+        total, bound = call.entries * call.shape.tiles, self._bound(context)
+        programs = min(total, bound)
         full = programs == bound
-        return Written(
-            context, stream, slot, call.words, call.entries, (slot.device,), counts, programs, call.shape, full, flags
-        )
-
-    def _pool_words(self, context: LaunchContext, pool: PagedMemory, stream: torch.cuda.Stream) -> PoolWords:
-        planes, table = context.tables.of(pool, stream)
-        found = self._words.get(pool)
-        if found is None:
-            found = self._words[pool] = PoolWords(planes, table.data_ptr())
-        return found
+        return Written(context, stream, slot, call.words, call.entries, call.shape, programs, full, flags)
 
     def _bound(self, context: LaunchContext) -> int:
         if self._programs is not None:
             return self._programs
-        each = self._tuning.programs
+        each = self._op.tuning.programs
         return each * context.multiprocessors if each else 1 << 30
 
-    def warm(self, source: PagedMemory, target: PagedMemory) -> None:
-        """Compile for whatever one pool may copy into the other; see :meth:`.Host._compile_all`."""
-        self._compile_all(source, target, other=bits_of(source, target))
+    def warm(self, source: PagedMemory, target: PagedMemory, numbers: Sequence[int] | None = None) -> None:
+        """Compile for whatever planes of one pool may copy into the other; see :meth:`.Host._compile_all`."""
+        self._compile_all(source, target, numbers=numbers, other=bits_of(source, target))
 
 
 def bits_of(source: PagedMemory, target: PagedMemory) -> int:

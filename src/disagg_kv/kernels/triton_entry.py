@@ -21,8 +21,14 @@ from attrs import frozen
 
 from .triton_kernels import Compiled
 
-POINTER, COUNT, THREADS = 8, 4, 32
-"""Bytes of an address and of a count among a kernel's parameters; threads of a warp."""
+PARAMETERS = (0, 8), (8, 4), (12, 4)
+"""Offset and bytes of the parameters of all kernels: the address of a table, and two counts."""
+
+ADDED = (16, 8), (24, 8)
+"""Of those that the compiler may add: one for each kind of :data:`SCRATCH`."""
+
+THREADS = 32
+"""Of a warp."""
 
 SCRATCH = ("global_scratch_size", "profile_scratch_size")
 """Memory that Triton allocates for a launch. Kernels that need none are passed a null pointer for each."""
@@ -49,7 +55,7 @@ class Entry(Protocol):
     """Launches one compiled kernel."""
 
     def __call__(
-        self, driver: Driver, stream: int, programs: int, tables: Sequence[int], counts: Sequence[int], rest: object
+        self, driver: Driver, stream: int, programs: int, values: tuple[int, int, int], constants: tuple[object, ...]
     ) -> None:
         """Launch in the current context.
 
@@ -57,9 +63,8 @@ class Entry(Protocol):
             driver: of the device.
             stream: a ``CUstream``.
             programs: at least 1.
-            tables: addresses, the kernel's first arguments.
-            counts: integers of 32 bits that follow them.
-            rest: the kernel's constants, a tuple.
+            values: the kernel's arguments: the address of its table, and two integers of 32 bits.
+            constants: those that follow.
         """
         ...
 
@@ -71,12 +76,11 @@ class TritonEntry:
     compiled: Compiled
 
     def __call__(
-        self, driver: Driver, stream: int, programs: int, tables: Sequence[int], counts: Sequence[int], rest: object
+        self, driver: Driver, stream: int, programs: int, values: tuple[int, int, int], constants: tuple[object, ...]
     ) -> None:
         """See :class:`Entry`."""
-        assert isinstance(rest, tuple)
         grid = programs, 1, 1, stream, self.compiled.function, self.compiled.packed_metadata
-        self.compiled.run(*grid, None, None, None, *tables, *counts, *rest)
+        self.compiled.run(*grid, None, None, None, *values, *constants)
 
 
 @frozen
@@ -96,45 +100,30 @@ class DriverEntry:
     more: int
 
     def __call__(
-        self, driver: Driver, stream: int, programs: int, tables: Sequence[int], counts: Sequence[int], rest: object
+        self, driver: Driver, stream: int, programs: int, values: tuple[int, int, int], constants: tuple[object, ...]
     ) -> None:
         """See :class:`Entry`."""
-        values = *tables, *counts, *(0,) * self.more
-        driver.launch(self.compiled.function, programs, self.threads, self.shared, stream, values)
+        all_values = *values, *(0,) * self.more
+        driver.launch(self.compiled.function, programs, self.threads, self.shared, stream, all_values)
 
 
-def entry_of(compiled: Compiled, driver: Driver, tables: int, counts: int) -> Entry:
-    """How to launch a loaded kernel that takes ``tables`` addresses and then ``counts`` integers."""
-    found = driver_entry(compiled, driver.parameters(compiled.function), tables, counts)
+def entry_of(compiled: Compiled, driver: Driver) -> Entry:
+    """How to launch a loaded kernel."""
+    found = driver_entry(compiled, driver.parameters(compiled.function))
     return TritonEntry(compiled) if found is None else found
 
 
-def driver_entry(
-    compiled: Compiled, parameters: Sequence[tuple[int, int]] | None, tables: int, counts: int
-) -> DriverEntry | None:
+def driver_entry(compiled: Compiled, parameters: Sequence[tuple[int, int]] | None) -> DriverEntry | None:
     """None: the driver cannot launch it by itself.
 
     Args:
         compiled: the kernel.
         parameters: offset and bytes of each of its parameters; None: not known.
-        tables: how many addresses it takes.
-        counts: how many counts follow them.
     """
     said = compiled.metadata
     if parameters is None or any(getattr(said, name, None) != value for name, value in PLAIN.items()):
         return None
-    own = [POINTER] * tables + [COUNT] * counts
-    more = len(parameters) - len(own)
-    if not 0 <= more <= len(SCRATCH) or _placed(own + [POINTER] * more) != list(parameters):
+    more = len(parameters) - len(PARAMETERS)
+    if not 0 <= more <= len(SCRATCH) or [*PARAMETERS, *ADDED[:more]] != list(parameters):
         return None
     return DriverEntry(compiled, THREADS * said.num_warps, said.shared, more)
-
-
-def _placed(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Offset and bytes of parameters that lie one after the other, each at a multiple of its size."""
-    placed, end = [], 0
-    for size in sizes:
-        begin = -(-end // size) * size
-        placed.append((begin, size))
-        end = begin + size
-    return placed

@@ -8,79 +8,64 @@ import numpy as np
 import torch
 
 from ..geometry import I64
-from ..memory import Buffer, Event, MemoryPool, PagedMemory
+from ..memory import Buffer, Event, MemoryPool
 from .base import Move, PageMove
 from .checksum.mixing import U64
-from .triton_copies import CopyCall, CopyPatterns, PoolWords
-from .triton_kernels import ELEMENTS, Launchable, Tuning
-from .triton_kinds import Kind, numbers_of
+from .triton_copies import CopyCall, CopyPatterns
+from .triton_kernels import ELEMENTS, Op
 from .triton_tables import Call, Planes, Shape
 
 
 class Interpreter:
-    """One kernel, interpreted.
+    """One operation, interpreted.
 
     Args:
-        kernel: one of :data:`.triton_kernels.OPS`.
-        tuning: how a call is cut into programs.
-        kind: of the conversion, if the kernel converts.
+        op: the operation.
     """
 
-    def __init__(self, kernel: Launchable, tuning: Tuning, kind: Kind | None = None) -> None:
-        self._kernel = kernel
-        self._tuning = tuning
-        self._kind = kind
+    def __init__(self, op: Op) -> None:
+        self._op = op
 
     def move(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Gather or scatter, once ``after`` has happened."""
-        planes = Planes(pool, self._tuning.neighbours_together)
-        call = Call(planes, moves)
+        tuning = self._op.tuning
+        call = Call(Planes(pool, tuning.neighbours_together), moves)
         if after is not None:
             after.synchronize()
         if call.entries:
             words = np.zeros(call.words, np.int64)
-            shape = call.write(words, words.ctypes.data, staging.addr, self._tuning.tile_bytes, numbers_of(self._kind))
-            self._run(planes, words, call.entries * shape.tiles, shape)
+            shape = call.write(words, words.ctypes.data, staging.addr, tuning.tile_bytes, self._op.cells)
+            self._run(words, call.entries * shape.tiles, shape)
 
     def sums(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
         """Checksums, once ``after`` has happened; ``first``: the places of the first cells."""
-        planes = Planes(pool, self._tuning.neighbours_together)
-        call = Call(planes, moves)
+        call = Call(Planes(pool), moves)
         if after is not None:
             after.synchronize()
         if not call.entries:
             return np.zeros(0, np.uint64)
         words = np.zeros(call.words + call.entries, np.int64)
-        shape = call.write_sums(words, words.ctypes.data, first, self._tuning.tile_bytes, numbers_of(self._kind))
-        self._run(planes, words, call.entries * shape.tiles, shape)
+        shape = call.write_sums(words, words.ctypes.data, first, self._op.tuning.tile_bytes, self._op.cells)
+        self._run(words, call.entries * shape.tiles, shape)
         return words[call.words :].view(np.uint64)
 
     def copy(self, moves: Sequence[PageMove], programs: int, after: Event | None) -> None:
         """Copy pages into pages with at most that many programs, once ``after`` has happened."""
-        pools: dict[int, PoolWords] = {}
-
-        def words_of(pool: PagedMemory) -> PoolWords:
-            if id(pool) not in pools:
-                planes = Planes(pool)
-                pools[id(pool)] = PoolWords(planes, planes.words.ctypes.data)
-            return pools[id(pool)]
-
-        call = CopyCall(moves, words_of, CopyPatterns(self._tuning.tile_bytes, numbers_of(self._kind)))
+        pools = {id(pages.pool): pages.pool for move in moves for pages in (move.source, move.target)}
+        planes = {key: Planes(pool) for key, pool in pools.items()}
+        patterns = CopyPatterns(self._op.tuning.tile_bytes, self._op.cells)
+        call = CopyCall(moves, lambda pool: planes[id(pool)], patterns)
         if after is not None:
             after.synchronize()
         if call.entries:
             words = np.zeros(call.words, np.int64)
             call.write(words, words.ctypes.data)
-            counts = call.shape.tiles, call.total
-            self._launch((words,), counts, min(programs, call.total), call.shape)
+            self._run(words, call.entries * call.shape.tiles, call.shape, programs)
 
-    def _run(self, planes: Planes, words: I64, programs: int, shape: Shape) -> None:
-        self._launch((planes.words, words), (shape.tiles,), programs, shape)
-
-    def _launch(self, tables: Sequence[I64], counts: Sequence[int], programs: int, shape: Shape) -> None:
-        if programs:
-            constants = ELEMENTS[shape.element_bytes], *shape.constants
-            more = () if self._kind is None else self._kind.constants
+    def _run(self, words: I64, total: int, shape: Shape, most: int | None = None) -> None:
+        """Run for all tiles, with at most so many programs."""
+        if total:
+            arguments = torch.from_numpy(words), shape.tiles, total, ELEMENTS[shape.element_bytes], *shape.constants
             # NumPy warns of what a conversion rounds to infinity, or of NaN.
             with np.errstate(over="ignore", invalid="ignore"):
-                self._kernel[(programs,)](*map(torch.from_numpy, tables), *counts, *constants, *more)
+                self._op.kernel[(min(total, most or total),)](*arguments, *self._op.constants)

@@ -1,4 +1,4 @@
-"""The Triton kernels, how they are tuned, and Triton's own interface to compiled ones."""
+"""The operations that Triton kernels do, how they are tuned, and Triton's own interface to compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from attrs import frozen
 
 from ..errors import MissingDependencyError
 from .checksum.triton import checksum
-from .convert.triton import checksum_converted, copy_converted, gather_converted
-from .copy.triton import copy
-from .gather.triton import gather
-from .scatter.triton import scatter
+from .moves.triton import copy, gather, scatter
+from .triton_tables import Cells
 
 ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Types of the elements that kernels move, by their bytes; the meaning of the bytes does not matter here."""
@@ -39,19 +37,6 @@ class Tuning:
     warps: int = 1
     neighbours_together: bool = False
     programs: int = 0
-
-
-TUNED = {
-    "gather": Tuning(),
-    "scatter": Tuning(neighbours_together=True),
-    "copy": Tuning(tile_bytes=65536, warps=16, programs=1),
-    "checksum": Tuning(tile_bytes=8192),
-    "gather_converted": Tuning(tile_bytes=8192, warps=4),
-    "copy_converted": Tuning(tile_bytes=32768, warps=16, programs=1),
-    "checksum_converted": Tuning(tile_bytes=8192, warps=4),
-}
-"""Writing short runs far apart costs more than reading them so; more rows share what a checksum's keys cost. A copy
-leaves the GPU to the model as far as it can: large tiles fill a link between GPUs with few programs."""
 
 
 class Launchable(Protocol):
@@ -120,12 +105,29 @@ def check_launcher(compiled: Compiled) -> Compiled:
     return compiled
 
 
-OPS: dict[str, Launchable] = {
-    "gather": gather,
-    "scatter": scatter,
-    "copy": copy,
-    "checksum": checksum,
-    "gather_converted": gather_converted,
-    "copy_converted": copy_converted,
-    "checksum_converted": checksum_converted,
+@frozen
+class Op:
+    """An operation, done by one kernel.
+
+    Args:
+        kernel: the kernel.
+        tuning: how its calls are cut.
+        constants: the kernel's last arguments, behind those of a call's shape.
+        cells: what changes on the way; None: bytes are copied, or summed, as they are.
+    """
+
+    kernel: Launchable
+    tuning: Tuning
+    constants: tuple[int | float | str | bool, ...] = ()
+    cells: Cells | None = None
+
+
+OPS = {
+    "gather": Op(gather, Tuning()),
+    "scatter": Op(scatter, Tuning(neighbours_together=True)),
+    "copy": Op(copy, Tuning(tile_bytes=65536, warps=16, programs=1)),
+    "checksum": Op(checksum, Tuning(tile_bytes=8192)),
 }
+"""What needs no conversion. Writing short runs far apart costs more than reading them so; more rows share what a
+checksum's keys cost. A copy leaves the GPU to the model as far as it can: large tiles fill a link between GPUs with few
+programs."""

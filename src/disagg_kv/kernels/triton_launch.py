@@ -16,9 +16,9 @@ from .base import Move
 from .cuda_queue import CudaQueue, Mark
 from .triton_entry import Entry, entry_of
 from .triton_interpreter import Interpreter
-from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Tuning, check_launcher
-from .triton_kinds import Kind, numbers_of, shapes
+from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, Op, check_launcher
 from .triton_pool_tables import PoolTables
+from .triton_shapes import shapes
 from .triton_slots import ArgumentSlot, ArgumentSlots
 from .triton_tables import ENTRY, Call, Shape
 
@@ -35,7 +35,7 @@ PRIORITY = 0
 
 
 class LaunchContext:
-    """One kernel on one GPU: its streams, its argument slots, its pools' tables. Any thread.
+    """One operation on one GPU: its streams, its argument slots, its pools' tables. Any thread.
 
     ``reading`` is for what the host waits for: nothing is enqueued there behind an event.
     """
@@ -67,8 +67,7 @@ class Written:
     Args:
         context, stream: where the launch is enqueued.
         slot: the call's own table, of ``words`` words, those that go up, of which ``entries`` come first.
-        tables, counts: the kernel's arguments before the constants.
-        programs, shape: how the launch is cut.
+        shape, programs: how the launch is cut.
         fills: whether it keeps busy all that such launches may take of the GPU.
         flags: raised behind it.
         uploaded: whether the words are on their way.
@@ -79,10 +78,8 @@ class Written:
     slot: ArgumentSlot
     words: int
     entries: int
-    tables: Sequence[torch.Tensor]
-    counts: Sequence[int]
-    programs: int
     shape: Shape
+    programs: int
     fills: bool
     flags: Sequence[Flag] = ()
     uploaded: bool = False
@@ -100,40 +97,16 @@ class Written:
             self.uploaded = True
 
 
-def written(
-    context: LaunchContext,
-    stream: torch.cuda.Stream,
-    table: torch.Tensor,
-    slot: ArgumentSlot,
-    words: int,
-    entries: int,
-    shape: Shape,
-) -> Written:
-    """A call for one pool, whose table is ``table``, with a program for each tile."""
-    programs = entries * shape.tiles
-    tables, counts = (table, slot.device), (shape.tiles,)
-    return Written(context, stream, slot, words, entries, tables, counts, programs, shape, programs >= FULL)
-
-
 class Host:
-    """One kernel on GPUs, with streams of its own on each; any thread may call it.
-
-    ``takes``: how many tables and counts the kernel has before its constants.
+    """One operation on GPUs, with streams of its own on each; any thread may call it.
 
     Args:
-        name: of :data:`OPS`.
-        tuning: how the work is cut; None: as :data:`TUNED` says.
-        kind: of the conversion, if the kernel converts.
+        op: the operation.
     """
 
-    takes = 2, 1
-
-    def __init__(self, name: str, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
-        self._kernel = OPS[name]
-        self._tuning = tuning or TUNED[name]
-        self._kind = kind
-        self._more: tuple[int | float | str | bool, ...] = () if kind is None else kind.constants
-        self._interpreter = Interpreter(self._kernel, self._tuning, kind)
+    def __init__(self, op: Op) -> None:
+        self._op = op
+        self._interpreter = Interpreter(op)
         self._contexts: dict[str, LaunchContext] = {}
         self._lock = threading.Lock()
 
@@ -171,7 +144,8 @@ class Host:
         queue, on = context.queue, call.stream.cuda_stream
         constants = shape.constants
         entry = context.entries.get(constants)
-        rest = ELEMENTS[shape.element_bytes], *constants, *self._more
+        counts = shape.tiles, call.entries * shape.tiles
+        rest = ELEMENTS[shape.element_bytes], *constants, *self._op.constants
         with queue:
             call.upload()
             awaited = behind(queue, on, after)
@@ -180,7 +154,7 @@ class Host:
             if full and waited == awaited:
                 behind(queue, on, before)
             if entry is not None and programs:
-                entry(queue, on, programs, [one.data_ptr() for one in call.tables], call.counts, rest)
+                entry(queue, on, programs, (call.slot.addr, *counts), rest)
             if entry is not None or not programs:
                 mark = _end(queue, on, call.flags)
                 if full:
@@ -188,16 +162,17 @@ class Host:
                 return mark
         # Torch chooses a device, and so a context, of its own.
         with COMPILING, torch.cuda.stream(call.stream):
-            launched = self._kernel[(programs,)](*call.tables, *call.counts, *rest, num_warps=self._tuning.warps)
+            kernel, warps = self._op.kernel[(programs,)], self._op.tuning.warps
+            launched = kernel(call.slot.device, *counts, *rest, num_warps=warps)
         with queue:
             mark = _end(queue, on, call.flags)
-            context.entries[constants] = entry_of(check_launcher(launched), queue, *self.takes)
+            context.entries[constants] = entry_of(check_launcher(launched), queue)
             return mark
 
     def _context(self, device: str) -> LaunchContext:
         with self._lock:
             if device not in self._contexts:
-                self._contexts[device] = LaunchContext(device, self._tuning.neighbours_together)
+                self._contexts[device] = LaunchContext(device, self._op.tuning.neighbours_together)
             return self._contexts[device]
 
     def _compile(self, context: LaunchContext, shape: Shape) -> None:
@@ -206,18 +181,23 @@ class Host:
         if constants in context.entries:
             return
         with COMPILING:
-            nothing, (tables, counts) = torch.empty(1, dtype=torch.int64, device="cuda"), self.takes
-            typed = *[nothing] * tables, *[1] * counts, ELEMENTS[shape.element_bytes], *constants, *self._more
-            compiled = self._kernel.warmup(*typed, grid=(1,), num_warps=self._tuning.warps)
+            arguments = torch.empty(1, dtype=torch.int64, device="cuda"), 1, 1, ELEMENTS[shape.element_bytes]
+            op = self._op
+            compiled = op.kernel.warmup(*arguments, *constants, *op.constants, grid=(1,), num_warps=op.tuning.warps)
             # What is not loaded yet would be at the first call, which may wait for the GPU.
             compiled[1, 1, 1]
         with context.queue:
-            context.entries[constants] = entry_of(check_launcher(compiled), context.queue, tables, counts)
+            context.entries[constants] = entry_of(check_launcher(compiled), context.queue)
 
     def _compile_all(
-        self, pool: PagedMemory, *targets: PagedMemory, other: int | None = None, cells: bool = False
+        self,
+        pool: PagedMemory,
+        *targets: PagedMemory,
+        numbers: Sequence[int] | None = None,
+        other: int | None = None,
+        single: bool = False,
     ) -> None:
-        """Compile for all :func:`.triton_kinds.shapes` of calls for a pool, on memory that is not touched.
+        """Compile for all :func:`.triton_shapes.shapes` of calls for a pool, on memory that is not touched.
 
         Also allocates what calls need, and uploads the tables of the pool and of ``targets``: a call must not wait for
         the GPU's allocator.
@@ -225,13 +205,13 @@ class Host:
         device = pool.buffers[0].device
         if device == "cpu":
             return
-        context = self._context(device)
+        context, op = self._context(device), self._op
         with torch.cuda.device(device):
             stream = context.stream()
             for target in targets:
                 context.tables.of(target, stream)
-            planes, _ = context.tables.of(pool, stream)
-            for shape in shapes(planes, pool, self._tuning.tile_bytes, self._kind, other, cells=cells):
+            planes = context.tables.of(pool, stream)
+            for shape in shapes(planes, pool, op.tuning.tile_bytes, op.cells, other, numbers=numbers, single=single):
                 self._compile(context, shape)
             if targets:
                 stream.synchronize()
@@ -259,9 +239,9 @@ class Launcher(Host):
         call = self._write(context, pool, moves, staging, context.slots.take)
         return None if call is None else self._enqueue(call, after)
 
-    def warm(self, pool: MemoryPool) -> None:
-        """Compile for whatever peers may take of this pool; see :meth:`Host._compile_all`."""
-        self._compile_all(pool)
+    def warm(self, pool: MemoryPool, numbers: Sequence[int] | None = None) -> None:
+        """Compile for whatever peers may take of planes of this pool; see :meth:`Host._compile_all`."""
+        self._compile_all(pool, numbers=numbers)
 
     def prepare(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, *, moved: bool = False
@@ -301,17 +281,17 @@ class Launcher(Host):
     ) -> Written | None:
         """A call's table in a slot; None: there is nothing to do, or no slot."""
         stream = context.stream()
-        planes, table = context.tables.of(pool, stream)
-        call = Call(planes, moves)
+        call = Call(context.tables.of(pool, stream), moves)
         slot = take(call.words) if call.entries else None
         if slot is None:
             return None
         try:
-            shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes, numbers_of(self._kind))
+            shape = call.write(slot.words, slot.addr, staging.addr, self._op.tuning.tile_bytes, self._op.cells)
         except Exception:
             context.slots.give(slot, slot.event)
             raise
-        return written(context, stream, table, slot, call.words, call.entries, shape)
+        programs = call.entries * shape.tiles
+        return Written(context, stream, slot, call.words, call.entries, shape, programs, programs >= FULL)
 
     def _enqueue(self, call: Written, after: Event | None) -> Mark:
         mark = self._launch(call, after)

@@ -38,14 +38,15 @@ class PoolTables:
         self._lock = threading.Lock()
         self._planes: WeakKeyDictionary[PagedMemory, _Uploaded] = WeakKeyDictionary()
 
-    def of(self, pool: PagedMemory, stream: torch.cuda.Stream) -> tuple[Planes, torch.Tensor]:
-        """The pool's table, which is there for what is enqueued on ``stream`` next; uploaded at the first call."""
+    def of(self, pool: PagedMemory, stream: torch.cuda.Stream) -> Planes:
+        """The pool's planes, whose words are there for what is enqueued on ``stream`` next; uploaded at first."""
         with self._lock:
             found = self._planes.get(pool)
             if found is None:
                 planes = Planes(pool, self._neighbours_together)
                 with torch.cuda.stream(stream):
                     table = torch.from_numpy(planes.words).pin_memory().to(self._device, non_blocking=True)
+                    planes.addr = table.data_ptr()
                     uploaded = torch.cuda.Event()
                     uploaded.record(stream)
                 for other in self._streams:
@@ -57,4 +58,4 @@ class PoolTables:
                 found.event = None
             else:
                 stream.wait_event(event)
-        return found.planes, found.table
+        return found.planes

@@ -12,21 +12,16 @@ import torch
 from ..memory import Event, MemoryPool
 from .base import Checksums, Move
 from .checksum.mixing import U64, places
-from .triton_kernels import Tuning
-from .triton_kinds import Kind, numbers_of
-from .triton_launch import Host, written
+from .triton_launch import FULL, Host, Written
 from .triton_tables import Call
 
 
 class ChecksumLauncher(Host):
     """Checksums on GPUs; see :class:`.triton_launch.Host`."""
 
-    def __init__(self, tuning: Tuning | None = None, kind: Kind | None = None) -> None:
-        super().__init__("checksum" if kind is None else "checksum_converted", tuning, kind)
-
-    def warm(self, pool: MemoryPool) -> None:
-        """Compile for whatever peers may take of this pool; see :meth:`.Host._compile_all`."""
-        self._compile_all(pool, cells=True)
+    def warm(self, pool: MemoryPool, numbers: Sequence[int] | None = None) -> None:
+        """Compile for whatever peers may take of planes of this pool; see :meth:`.Host._compile_all`."""
+        self._compile_all(pool, numbers=numbers, single=True)
 
     def __call__(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None = None) -> Checksums:
         """Enqueue one launch for all ``moves`` behind ``after``; the sums are brought to the host when they are read.
@@ -48,18 +43,19 @@ class ChecksumLauncher(Host):
             return Checksums(None, lambda: _split(found, lengths))
         context = self._context(device)
         stream = context.stream()
-        planes, table = context.tables.of(pool, stream)
-        call = Call(planes, moves)
+        call = Call(context.tables.of(pool, stream), moves)
         if not call.entries:
             return Checksums(None, lambda: begin)
         sums = slice(call.words, call.words + call.entries)
         slot = context.slots.take(sums.stop)
         try:
-            shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes, numbers_of(self._kind))
+            shape = call.write_sums(slot.words, slot.addr, first, self._op.tuning.tile_bytes, self._op.cells)
         except Exception:
             context.slots.give(slot, slot.event)
             raise
-        mark = self._launch(written(context, stream, table, slot, sums.stop, call.entries, shape), after)
+        programs = call.entries * shape.tiles
+        launch = Written(context, stream, slot, sums.stop, call.entries, shape, programs, programs >= FULL)
+        mark = self._launch(launch, after)
 
         def read() -> Sequence[U64]:
             # Enqueued with the launch, this copy can make the caller wait for the kernel. Here it waits for nothing.

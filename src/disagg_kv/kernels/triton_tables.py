@@ -1,4 +1,7 @@
-"""The tables that the Triton kernels read: a pool's planes, written once, and a call's entries and page ids."""
+"""The tables that the Triton kernels read: a pool's planes, written once, and a call's entries and page ids.
+
+:mod:`.triton_copies` writes the entries of copies, which have a second side in place of the last two words.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from attrs import evolve, frozen
 
 from ..errors import UnsupportedError
@@ -23,18 +27,21 @@ Word 6, counted in words from the plane's first: by given factors, where they be
 are read, where their plane's words are. Word 7: 1 if each unit has a factor of its own, 0 if all have the same.
 """
 
-ENTRY = 8
-"""Words of an entry: plane, first unit, units, first row, rows, address of the page ids, then what the kernel needs:
-address in staging, unused; or address of the sum, place of the first cell.
+SIDE = 4
+"""Words of a side: address of the plane's words, first unit, first row, address of the page ids.
 
 The first row is counted from the first of those page ids.
 """
 
+ENTRY = 4 + SIDE
+"""Words of an entry: units, rows, the pool's side, then what the kernel needs: address in staging, unused; or address
+of the sum, place of the first cell."""
+
 WIDEST = 64
 """The largest alignment in bytes that makes a difference to a kernel: 16 numbers of four bytes."""
 
-MOST = 2**31 - 1
-"""The kernels count pieces and programs in 32 bits; addresses have 64."""
+MOST = 2**30 - 1
+"""The kernels count pieces and tiles in 32 bits, and add two such numbers; addresses have 64."""
 
 Key = TypeVar("Key", bound=Hashable)
 Known = TypeVar("Known")
@@ -81,36 +88,51 @@ class Shape:
 
 
 @frozen
-class CellBytes:
-    """Numbers of a cell that is converted, and bytes of one of them in memory and afterwards.
+class Cells:
+    """Cells whose numbers change on the way, so that a piece is a whole cell.
 
-    ``scale``: only the cell's scale is written, a float32.
+    Args:
+        elements: numbers of a cell.
+        source: bytes of one of them in memory.
+        target: and afterwards.
+        alone: whether only one number of four bytes is written for a cell.
     """
 
     elements: int
     source: int
     target: int
-    scale: bool = False
+    alone: bool = False
 
-    def aligned(self, source: int, target: int, scales: int) -> int:
+    def aligned(self, source: int, target: int, beside: int) -> int:
         """Twice the elements whose access both sides allow, at most 16; 1: not even of one.
 
         Args:
             source: addresses and strides of the cells in memory, or'ed.
             target: of those that are written.
-            scales: of the scales that are read, or 0.
+            beside: of the numbers of four bytes that are read beside them, or 0.
         """
         found = min(self.elements & -self.elements, 16)
-        for size, bits in ((self.source, source), (self.target, 0 if self.scale else target)):
+        for size, bits in ((self.source, source), (self.target, 0 if self.alone else target)):
             found = min(found, (bits & -bits) // size if bits else found)
-        # Of scales one at a time is read or written.
-        return 1 if (scales | (target if self.scale else 0)) % 4 else 2 * found or 1
+        return 1 if (beside | (target if self.alone else 0)) % 4 else 2 * found or 1
 
     def shape(self, aligned: int, cells: I64, tile_bytes: int) -> Shape:
         """Tiles of whole cells; ``cells``: how many each entry has, ``[entries]``."""
         columns = 1 << (self.elements - 1).bit_length()
         height = max(1, tile_bytes // (columns * self.source))
         return Shape(aligned, height, columns, int((-(-cells // height)).max()))
+
+
+def counted(shape: Shape, pieces: I64) -> Shape:
+    """The shape of a call whose entries have that many pieces.
+
+    Raises:
+        UnsupportedError: more than the kernels can count.
+    """
+    most = int(pieces.max())
+    if max(most, len(pieces) * shape.tiles) > MOST:
+        raise UnsupportedError(f"one call of {len(pieces)} entries, the largest of {most} pieces: too many")
+    return shape
 
 
 class Entries:
@@ -140,9 +162,9 @@ class Entries:
         several = np.where(units > 1, unit_stride, 0)
         self.cell_bits = int(np.bitwise_or.reduce(base | page_stride | row_stride | several | first_unit * unit_stride))
         """Of the cells' addresses, whatever a cell's bytes."""
-        self.scales_bits = planes.scales_bits(np.unique(plane).tolist())
+        self.beside = planes.beside(np.unique(plane).tolist())
         self.words = np.zeros((len(plane), ENTRY), np.int64)
-        self.words[:, 0], self.words[:, 1], self.words[:, 2] = plane, first_unit, units
+        self.words[:, 0], self.words[:, 2], self.words[:, 3] = units, planes.at(plane), first_unit
         self.of = move * len(planes.groups) + planes.group[plane]
         """Which of the ``[moves, groups]`` an entry belongs to."""
 
@@ -164,12 +186,12 @@ class Pattern:
         self.entries = entries
         self.words = entries.words.copy()
         """The entries, as if every move's first row, page ids and part lay at 0."""
-        self.words[:, 3], self.words[:, 4], self.words[:, 6] = start[entries.order], rows, offset[entries.order]
+        self.words[:, 1], self.words[:, 4], self.words[:, 6] = rows, start[entries.order], offset[entries.order]
         self.spans = [(int(a.min()), int(b.max())) for a, b in zip(starts, stops, strict=True)]
         """Per move the lowest and the highest row, counted from its first entry's first."""
         self._offsets = int(np.bitwise_or.reduce(offset))
         self._bits = entries.bits | self._offsets
-        self._pieces = rows * entries.runs
+        self._pieces, self._cells = rows * entries.runs, rows * self.words[:, 0]
         self._shapes: dict[tuple[int, int], Shape] = {}
 
     def shape(self, bits: int, tile_bytes: int) -> Shape:
@@ -182,27 +204,21 @@ class Pattern:
 
     def shape_of_sums(self, tile_bytes: int) -> Shape:
         """The widest access that pages allow; a piece is one cell, however wide, and a program takes whole cells."""
-        unit_bytes, cells = self.entries.unit_bytes, self.words[:, 4] * self.words[:, 2]
+        unit_bytes = self.entries.unit_bytes
         bits = self.entries.bits | int(np.bitwise_or.reduce(unit_bytes))
         shape = Shape.of_runs(bits, int(unit_bytes.max()), tile_bytes)
-        return self._counted(evolve(shape, tiles=int((-(-cells // shape.pieces)).max())), int(cells.max()))
+        return counted(evolve(shape, tiles=int((-(-self._cells // shape.pieces)).max())), self._cells)
 
-    def shape_of_cells(self, numbers: CellBytes, bits: int, tile_bytes: int) -> Shape:
-        """Tiles of whole cells, which are converted; ``bits``: of addresses in staging, or'ed, or 0."""
-        cells = self.words[:, 4] * self.words[:, 2]
-        aligned = numbers.aligned(self.entries.cell_bits, bits | self._offsets, self.entries.scales_bits)
-        return self._counted(numbers.shape(aligned, cells, tile_bytes), int(cells.max()))
+    def shape_of_cells(self, cells: Cells, bits: int, tile_bytes: int) -> Shape:
+        """Tiles of whole cells, which change; ``bits``: of addresses in staging, or'ed, or 0."""
+        aligned = cells.aligned(self.entries.cell_bits, bits | self._offsets, self.entries.beside)
+        return counted(cells.shape(aligned, self._cells, tile_bytes), self._cells)
 
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
         shape = Shape.of_runs(aligned, self.entries.longest, tile_bytes)
         chunks = -(-self.entries.run_bytes // (shape.element_bytes * shape.columns))
         tiles = int((-(-self._pieces // shape.pieces) * chunks).max())
-        return self._counted(evolve(shape, tiles=tiles), int(self._pieces.max()))
-
-    def _counted(self, shape: Shape, most: int) -> Shape:
-        if max(most, len(self.words) * shape.tiles) > MOST:
-            raise UnsupportedError(f"one call of {len(self.words)} entries, the largest of {most} pieces: too many")
-        return shape
+        return counted(evolve(shape, tiles=tiles), self._pieces)
 
 
 class Planes:
@@ -233,6 +249,8 @@ class Planes:
         behind = np.zeros(-(-len(factors) // PLANE) * PLANE, np.int64)
         behind[: len(factors)] = factors
         self.words = np.concatenate([np.array(rows, np.int64).reshape(-1, PLANE), behind.reshape(-1, PLANE)])
+        self.addr: int = self.words.ctypes.data
+        """Where kernels find the words: here, or on a GPU."""
         self._lock = threading.Lock()
         self._entries: dict[bytes, Entries] = {}
         self._patterns: dict[bytes, Pattern] = {}
@@ -242,7 +260,11 @@ class Planes:
         base, rows = pool.buffers[plane.buffer].addr + plane.offset, self.groups[plane.group][1]
         return [base, plane.page_stride, plane.row_stride, plane.unit_stride, rows, unit_bytes, 0, 0]
 
-    def scales_bits(self, numbers: Iterable[int]) -> int:
+    def at(self, numbers: npt.NDArray[np.int32 | np.int64]) -> I64:
+        """Addresses of the words of planes."""
+        return self.addr + numbers.astype(np.int64) * (PLANE * 8)
+
+    def beside(self, numbers: Iterable[int]) -> int:
         """Addresses and strides of the scales that planes' conversions read, or'ed; 0: they read none."""
         bits = 0
         for number in numbers if self.conversions else ():
@@ -343,6 +365,7 @@ class Call:
     """
 
     def __init__(self, planes: Planes, moves: Sequence[Move]) -> None:
+        self._planes = planes  # entries have the address of their words
         self._moves = [m for m in moves if len(m.layout.plane)]
         self.entries = 0
         if not self._moves:
@@ -358,7 +381,7 @@ class Call:
         """Per move and group: its first entry's first row, and the place of its page ids."""
         self.words = self.entries * ENTRY + self._ids.words
 
-    def write(self, into: I64, at: int, staging: int, tile_bytes: int, numbers: CellBytes | None = None) -> Shape:
+    def write(self, into: I64, at: int, staging: int, tile_bytes: int, cells: Cells | None = None) -> Shape:
         """Write the table.
 
         Args:
@@ -366,7 +389,7 @@ class Call:
             at: the address at which the kernels will find what ``into`` holds now.
             staging: address of the staging buffer.
             tile_bytes: what one program shall move, a power of two.
-            numbers: of cells that are converted; None: bytes are copied as they are.
+            cells: what changes on the way; None: bytes are copied as they are.
 
         Raises:
             UnsupportedError: more than the kernels can count.
@@ -375,11 +398,11 @@ class Call:
         for move in self._moves:
             bits |= staging + move.base
         self._fill(into, at, [staging + move.base for move in self._moves])
-        if numbers is not None:
-            return self._pattern.shape_of_cells(numbers, bits, tile_bytes)
+        if cells is not None:
+            return self._pattern.shape_of_cells(cells, bits, tile_bytes)
         return self._pattern.shape(bits, tile_bytes)
 
-    def write_sums(self, into: I64, at: int, places: I64, tile_bytes: int, numbers: CellBytes | None = None) -> Shape:
+    def write_sums(self, into: I64, at: int, places: I64, tile_bytes: int, cells: Cells | None = None) -> Shape:
         """Write the table of a checksum, and a sum of 0 for every entry behind it.
 
         Args:
@@ -387,7 +410,7 @@ class Call:
             at: the address at which the kernels will find what ``into`` holds now.
             places: of the first cell of every entry of every move, ``[entries]``.
             tile_bytes: what one program shall read at once, a power of two.
-            numbers: of cells that are converted first.
+            cells: what changes before it is summed.
 
         Raises:
             UnsupportedError: more than the kernels can count.
@@ -397,8 +420,8 @@ class Call:
         table = into[: self.entries * ENTRY].reshape(self.entries, ENTRY)
         table[:, 6] = at + (self.words + np.arange(self.entries)) * 8
         table[:, 7] = places
-        if numbers is not None:
-            return self._pattern.shape_of_cells(numbers, 0, tile_bytes)
+        if cells is not None:
+            return self._pattern.shape_of_cells(cells, 0, tile_bytes)
         return self._pattern.shape_of_sums(tile_bytes)
 
     def _fill(self, into: I64, at: int, staged: Sequence[int]) -> None:
@@ -406,11 +429,11 @@ class Call:
         end = self.entries * ENTRY
         groups = len(self._places) // len(self._moves)
         begins = np.array(
-            [(row, 0, at + end * 8 + place * 4, staged[i // groups]) for i, (row, place) in enumerate(self._places)]
+            [(row, at + end * 8 + place * 4, staged[i // groups]) for i, (row, place) in enumerate(self._places)]
         )
         table = into[:end].reshape(self.entries, ENTRY)
         table[:] = self._pattern.words
-        table[:, 3:7] += begins if len(begins) == 1 else begins[self._pattern.entries.of]
+        table[:, 4:7] += begins if len(begins) == 1 else begins[self._pattern.entries.of]
         self._ids.write(into[end:])
 
 

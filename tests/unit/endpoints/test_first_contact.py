@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ import torch
 from attrs import define
 
 from disagg_kv.core import Verify
-from disagg_kv.geometry import CacheSpec, Component
+from disagg_kv.geometry import I64, CacheSpec, Component
 from disagg_kv.kernels import TritonKernels
 from disagg_kv.kernels.triton_interpreter import Interpreter
 from disagg_kv.kernels.triton_kernels import OPS
-from disagg_kv.kernels.triton_kinds import shapes
 from disagg_kv.kernels.triton_launch import Host
+from disagg_kv.kernels.triton_shapes import shapes
 from disagg_kv.kernels.triton_tables import Planes, Shape
 from disagg_kv.memory import Layout, PagedMemory
 from tests.support.rig import Memory, Rig, tp_shards
@@ -40,20 +39,18 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     found = Compiler(set(), set())
-    launch = Interpreter._launch
+    run = Interpreter._run
 
-    def compile_all(
-        host: Host, pool: PagedMemory, *targets: PagedMemory, other: int | None = None, cells: bool = False
-    ) -> None:
-        cut = shapes(Planes(pool), pool, host._tuning.tile_bytes, host._kind, other, cells=cells)
-        found.compiled |= {(host._kernel, host._kind, shape.constants) for shape in cut}
+    def compile_all(host: Host, pool: PagedMemory, *targets: PagedMemory, other: int | None = None, **how: Any) -> None:
+        cut = shapes(Planes(pool), pool, host._op.tuning.tile_bytes, host._op.cells, other, **how)
+        found.compiled |= {(host._op, shape.constants) for shape in cut}
 
-    def launched(self: Interpreter, tables: Sequence[Any], counts: Sequence[int], programs: int, shape: Shape) -> None:
-        found.used.add((self._kernel, self._kind, shape.constants))
-        launch(self, tables, counts, programs, shape)
+    def launched(self: Interpreter, words: I64, total: int, shape: Shape, most: int | None = None) -> None:
+        found.used.add((self._op, shape.constants))
+        run(self, words, total, shape, most)
 
     monkeypatch.setattr(Host, "_compile_all", compile_all)
-    monkeypatch.setattr(Interpreter, "_launch", launched)
+    monkeypatch.setattr(Interpreter, "_run", launched)
     return found
 
 

@@ -23,10 +23,11 @@ from disagg_kv.kernels import (
     SupportsPreparing,
     SupportsWarmUp,
 )
-from disagg_kv.kernels.triton_convert import beside, in_turn
-from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns, PoolWords
+from disagg_kv.kernels.convert.kinds import Kind, kinds_of, op_of, split_copies
+from disagg_kv.kernels.convert.launch import beside, in_turn
+from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns
 from disagg_kv.kernels.triton_copy_launch import bits_of
-from disagg_kv.kernels.triton_kinds import Kind, kinds_of, numbers_of, shapes, split_copies
+from disagg_kv.kernels.triton_shapes import shapes
 from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import All, Buffer, ConvertedPool, Event, Layout, PagedPool, bytes_of, new_buffer
 from disagg_kv.planning import PairPlan, Segment
@@ -181,26 +182,28 @@ def test_what_is_compiled_beforehand_is_what_conversions_take(case: Case) -> Non
     own, target = (PagedPool.allocate(one, shard(one), pages=1, page_size=16) for one in (case.source, case.target))
     source = ConvertedPool(own, case.target)
     planes = Planes(source)
-    words = {id(source): PoolWords(planes, 4096), id(target): PoolWords(Planes(target), 4096)}
+    known_planes = {id(source): planes, id(target): Planes(target)}
     plans = PairPlan(source.site, target.site, elect(case.target, [shard(case.target)], shard(case.target))[0])
     tables = {KV: PageTable(KV, list(range(4)))}
-    kinds = [kind for kind in kinds_of(source).every if kind is not None]
+    kinds = [(kind, numbers) for kind, numbers in kinds_of(source).planes() if kind is not None]
     assert kinds
-    for kind in kinds:
-        known = {one.constants for one in shapes(planes, source, 8192, kind)}
-        patterns = CopyPatterns(1 << 15, kind.numbers)
+    for kind, numbers in kinds:
+        cells = op_of("gather", kind).cells
+        known = {one.constants for one in shapes(planes, source, 8192, cells, numbers=numbers)}
+        patterns = CopyPatterns(1 << 15, cells)
 
         def cut(move: PageMove, kind: Kind = kind, patterns: CopyPatterns = patterns) -> object:
             (some,) = dict(split_copies([move]))[kind]
-            return CopyCall([some], lambda pool: words[id(pool)], patterns).shape.constants
+            return CopyCall([some], lambda pool: known_planes[id(pool)], patterns).shape.constants
 
-        copied = {one.constants for one in shapes(planes, source, 1 << 15, kind, bits_of(source, target))}
+        bits = bits_of(source, target)
+        copied = {one.constants for one in shapes(planes, source, 1 << 15, cells, bits, numbers=numbers)}
         for start, stop in ((0, 1), (3, 5), (0, 16), (1, 40)):
             copy = plans.page_copy(Segment(start, stop, 0, 2))
             move = Move(copy.source, tables, 256)
             (some,) = next(of for found, of, _ in kinds_of(source).split([move]) if found == kind)
             call = Call(planes, [some])
-            shape = call.write(np.zeros(call.words, np.int64), 0, 1 << 20, 8192, numbers_of(kind))
+            shape = call.write(np.zeros(call.words, np.int64), 0, 1 << 20, 8192, cells)
             assert shape.constants in known, (kind, start, stop)
             assert cut(PageMove(copy, Pages(source, tables), Pages(target, tables))) in copied
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from disagg_kv.errors import LocalProtocolError, RegistrationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, PageTable, elect, shard
 from disagg_kv.kernels import KERNELS, Move, SupportsPreparing, SupportsStreams, SupportsWarmUp, kernels_for
-from disagg_kv.kernels.triton_kinds import shapes
+from disagg_kv.kernels.triton_shapes import shapes
 from disagg_kv.kernels.triton_tables import Call, Planes
 from disagg_kv.memory import Buffer, Layout, PagedPool
 from disagg_kv.planning import PartView, Segment
@@ -162,7 +162,7 @@ def test_patterns_are_remembered_within_bounds() -> None:
     assert planes.pattern([staged_layout([(0, 0, 1, 7, 8, 0)], 1)]) is first
     for unit in range(1, PATTERNS + 1):
         words = planes.pattern([staged_layout([(0, unit, 1, 5, 7, 3)], 2)]).words
-        assert words.tolist() == [[0, unit, 1, 0, 2, 0, 3, 0]]
+        assert words.tolist() == [[1, 2, planes.addr, unit, 0, 0, 3, 0]]
     assert planes.pattern([staged_layout([(0, 0, 1, 5, 6, 0)], 1)]) is not first
 
 
@@ -225,7 +225,7 @@ def test_what_is_compiled_for_a_pool_is_what_any_gather_and_checksum_take(
         parts = int(np.bitwise_or.reduce(np.array(places)))
         known = {one.constants for one in shapes(planes, pool, 4096, None, parts)}
         assert call.write(into, 0, at, 4096).constants in known
-        known = {one.constants for one in shapes(planes, pool, 4096, cells=True)}
+        known = {one.constants for one in shapes(planes, pool, 4096, single=True)}
         assert call.write_sums(into, 0, np.zeros(call.entries, np.int64), 4096).constants in known
 
 
@@ -261,7 +261,7 @@ def test_what_is_compiled_beforehand_is_what_checksums_take() -> None:
     spec = CacheSpec.kv(3, 8, 128, "bfloat16")
     pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16)
     planes, table = Planes(pool), {KV: PageTable(KV, list(range(8)))}
-    known = {s.constants for s in shapes(planes, pool, 4096, cells=True)}
+    known = {s.constants for s in shapes(planes, pool, 4096, single=True)}
     assert len(known) <= 8
     for units in range(1, 9):
         for start, stop in ((0, 1), (3, 5), (3, 10), (0, 16), (1, 101)):

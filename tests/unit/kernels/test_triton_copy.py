@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 
 from disagg_kv.errors import ConfigurationError, RegistrationError, UnsupportedError
@@ -23,10 +24,10 @@ from disagg_kv.kernels import (
     SupportsWarmUp,
     TritonKernels,
 )
-from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns, PoolWords
+from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher, bits_of
-from disagg_kv.kernels.triton_kernels import Launchable, Launched
-from disagg_kv.kernels.triton_kinds import shapes
+from disagg_kv.kernels.triton_kernels import OPS, Compiled, Launched
+from disagg_kv.kernels.triton_shapes import shapes
 from disagg_kv.kernels.triton_tables import Planes
 from disagg_kv.memory import Buffer, MappedPool, PagedMemory, PagedPool
 from disagg_kv.planning import PageCopy, PairPlan, Segment
@@ -87,9 +88,12 @@ def _move(source: PagedMemory, target: PagedMemory, rows: tuple[int, int] = (0, 
 class Counted:
     """The kernel, and with how many programs it was launched."""
 
-    def __init__(self, kernel: Launchable) -> None:
-        self.kernel = kernel
+    def __init__(self) -> None:
+        self.kernel = OPS["copy"].kernel
         self.programs: list[int] = []
+
+    def warmup(self, *args: object, **options: object) -> Compiled:
+        raise AssertionError
 
     def __getitem__(self, grid: tuple[int]) -> Launched:
         self.programs += grid
@@ -97,18 +101,17 @@ class Counted:
 
 
 @pytest.mark.parametrize("most", [1, 3, 1000])
-def test_a_launch_takes_no_more_programs_than_it_may(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_takes_no_more_programs_than_it_may(most: int) -> None:
     """However much it copies; each program goes on until all is copied."""
-    launcher = CopyLauncher(most)
-    counted = Counted(launcher._kernel)
-    monkeypatch.setattr(launcher._interpreter, "_kernel", counted)
+    counted = Counted()
+    launcher = CopyLauncher(evolve(OPS["copy"], kernel=counted), most)
     source, *pools = (_pool(20, 16, 300) for _ in range(3))
     source.view(0)[...] = 5
     layout = staged_layout([(0, 0, 300, 0, 128, 0)], 1)
     tables = {KV: PageTable(KV, list(range(8)))}
     moves = [PageMove(PageCopy(layout, layout), Pages(source, tables), Pages(pool, tables)) for pool in pools]
     assert launcher(moves, None) is None
-    tiles = 2 * -(-128 * 300 * 8 // launcher._tuning.tile_bytes)
+    tiles = 2 * -(-128 * 300 * 8 // OPS["copy"].tuning.tile_bytes)
     assert len(counted.programs) == 1
     assert min(most, tiles) <= counted.programs[0] <= most
     for pool in pools:
@@ -170,12 +173,12 @@ def test_moves_without_entries_copy_nothing() -> None:
 def test_calls_that_differ_in_their_rows_share_a_pattern_and_pools_do_not() -> None:
     """Also where layouts are not known to be alike."""
     source, target, other = _pool(), _pool(), _pool()
-    found = {id(pool): PoolWords(Planes(pool), 4096) for pool in (source, target, other)}
+    found = {id(pool): Planes(pool) for pool in (source, target, other)}
     known = CopyPatterns(1 << 15)
 
     def pattern(into: PagedPool, rows: tuple[int, int]) -> object:
         call = CopyCall([_move(source, into, rows)], lambda pool: found[id(pool)], known)
-        assert (call.entries, call.total) == (2, 2)
+        assert (call.entries, call.shape.tiles) == (2, 1)
         return call._pattern
 
     first = pattern(target, (0, 4))
@@ -198,7 +201,7 @@ def test_calls_that_differ_in_their_rows_share_a_pattern_and_pools_do_not() -> N
 @given(case=copy_cases())
 def test_what_is_compiled_for_two_pools_is_what_any_copy_between_them_takes(case: CopyCase) -> None:
     """Any widths, strides, gaps and units, also where peers' pages are aligned worse than ours."""
-    found = {id(pool): PoolWords(Planes(pool), 4096) for move in case.moves for pool in (case.source, move.target.pool)}
+    found = {id(pool): Planes(pool) for move in case.moves for pool in (case.source, move.target.pool)}
     known = shapes(Planes(case.source), case.source, 1 << 12, None, bits_of(case.source, case.target))
     call = CopyCall(case.moves, lambda pool: found[id(pool)], CopyPatterns(1 << 12))
     if call.entries:
@@ -212,10 +215,10 @@ def test_what_is_compiled_for_a_pool_is_what_copies_into_any_peer_s_take() -> No
     for tp, page_size in ((1, 64), (2, 16)):
         sites.append(PagedPool.allocate(spec, shard(spec, tp=tp, rank=0), pages=1, page_size=page_size).site)
     pools = [MappedPool(site, [Buffer(1 << 20, size) for size in site.buffers]) for site in sites]
-    words = [PoolWords(Planes(pool), 4096) for pool in pools]
+    words = [Planes(pool) for pool in pools]
     found = {id(pool): one for pool, one in zip(pools, words, strict=True)}
     call_patterns = CopyPatterns(1 << 15)
-    known = {s.constants for s in shapes(words[0].planes, pools[0], 1 << 15, None, bits_of(pools[0], pools[0]))}
+    known = {s.constants for s in shapes(words[0], pools[0], 1 << 15, None, bits_of(pools[0], pools[0]))}
     assert len(known) <= 4
     tables = {KV: PageTable(KV, list(range(300)))}
     for units in range(1, 5):

@@ -12,7 +12,7 @@ import torch
 
 from disagg_kv.errors import DisaggKVError, MissingDependencyError
 from disagg_kv.kernels.triton_entry import DriverEntry, TritonEntry, driver_entry, entry_of
-from disagg_kv.kernels.triton_kernels import Compiled, check_launcher
+from disagg_kv.kernels.triton_kernels import OPS, Compiled, check_launcher
 from disagg_kv.kernels.triton_launch import LaunchContext, Launcher, Written
 from disagg_kv.kernels.triton_slots import ArgumentSlot
 from disagg_kv.kernels.triton_tables import Shape
@@ -121,8 +121,8 @@ def test_the_slot_of_a_launch_that_fails_comes_back(
     context = Context(frozenset(broken), run)
     shape = Shape(16, 4, 4, 1)
     stream = cast("torch.cuda.Stream", _Stream())
-    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, (words, slot.device), (1,), 1, shape, False)
-    launcher = Launcher("gather")
+    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, shape, 1, False)
+    launcher = Launcher(OPS["gather"])
     if error:
         with pytest.raises((RuntimeError, DisaggKVError), match=error):
             launcher._enqueue(call, after)
@@ -146,9 +146,8 @@ def test_flags_follow_their_kernel_and_precede_its_end(broken: tuple[str, ...]) 
     queue.append(context.queue)
     stream = cast("torch.cuda.Stream", _Stream())
     flags = [Flag(64, 5), Flag(128, 6)]
-    tables, shape = (slot.device,), Shape(16, 4, 4, 1)
-    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, tables, (1, 1), 1, shape, False, flags)
-    launcher = Launcher("gather")
+    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, Shape(16, 4, 4, 1), 1, False, flags)
+    launcher = Launcher(OPS["gather"])
     assert str(launcher._launch(call, None)) == "mark 1"
     assert context.queue.stored == ([] if broken else [(7, 64, 5), (7, 128, 6)])
 
@@ -203,35 +202,35 @@ def _compiled(run: Callable[..., None], **other: object) -> Compiled:
 
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_the_driver_launches_what_has_the_parameters_that_were_written(more: int) -> None:
-    """Two addresses, a count, and null for what the compiler adds, after the gap that the alignment of 8 leaves."""
-    driver = _Driver([(0, 8), (8, 8), (16, 4), (24, 8), (32, 8)][: 3 + more])
-    entry = entry_of(_compiled(refuse), driver, 2, 1)
+    """An address, two counts, and null for what the compiler adds."""
+    driver = _Driver([(0, 8), (8, 4), (12, 4), (16, 8), (24, 8)][: 3 + more])
+    entry = entry_of(_compiled(refuse), driver)
     assert isinstance(entry, DriverEntry)
-    entry(driver, 7, 9, [1000, 2000], [3], ("a constant",))
-    assert driver.launched == [(1, 9, 128, 64, 7, (1000, 2000, 3, *[0] * more))]
+    entry(driver, 7, 9, (1000, 3, 4), ("a constant",))
+    assert driver.launched == [(1, 9, 128, 64, 7, (1000, 3, 4, *[0] * more))]
 
 
 @pytest.mark.parametrize(
-    "said", [None, [(0, 8), (8, 8)], [(0, 8), (8, 8), (16, 8)], [(0, 8), (8, 8), (16, 4), (20, 4)],
-             [(0, 8), (8, 8), (16, 4), (24, 8), (32, 8), (40, 8)], [(0, 8), (8, 8), (20, 4)]],
+    "said", [None, [(0, 8), (8, 4)], [(0, 8), (8, 4), (16, 8)], [(0, 8), (8, 4), (12, 4), (16, 4)],
+             [(0, 8), (8, 4), (12, 4), (16, 8), (24, 8), (32, 8)], [(0, 8), (8, 4), (16, 4)]],
 )  # fmt: skip
 def test_a_kernel_of_other_parameters_goes_through_tritons_launcher(said: list[tuple[int, int]] | None) -> None:
     """Parameters that were packed for another kernel would be read as addresses."""
     passed: list[tuple[object, ...]] = []
     driver = _Driver(said)
-    entry = entry_of(_compiled(lambda *args: passed.append(args)), driver, 2, 1)
-    entry(driver, 7, 9, [1000, 2000], [3], ("a constant",))
-    assert passed == [(9, 1, 1, 7, 1, (1,), None, None, None, 1000, 2000, 3, "a constant")]
+    entry = entry_of(_compiled(lambda *args: passed.append(args)), driver)
+    entry(driver, 7, 9, (1000, 3, 4), ("a constant",))
+    assert passed == [(9, 1, 1, 7, 1, (1,), None, None, None, 1000, 3, 4, "a constant")]
     assert not driver.launched
 
 
 @pytest.mark.parametrize("other", [{"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 64}])
 def test_a_kernel_that_wants_more_than_a_plain_launch_goes_through_tritons_launcher(other: dict[str, object]) -> None:
     """So does one whose version of Triton does not say."""
-    parameters = [(0, 8), (8, 8), (16, 4)]
-    assert driver_entry(_compiled(accept), parameters, 2, 1) is not None
-    assert driver_entry(_compiled(accept, **other), parameters, 2, 1) is None
+    parameters = [(0, 8), (8, 4), (12, 4)]
+    assert driver_entry(_compiled(accept), parameters) is not None
+    assert driver_entry(_compiled(accept, **other), parameters) is None
     silent = _compiled(accept)
     for name in other:
         delattr(silent.metadata, name)
-    assert driver_entry(silent, parameters, 2, 1) is None
+    assert driver_entry(silent, parameters) is None

@@ -8,9 +8,8 @@ from functools import cache
 import numpy as np
 
 from ...memory import U8, MemoryPool
-from ..base import Move, converts
-from ..convert.pages import blocks
-from ..pieces import Run, runs
+from ..base import Move
+from ..moves.pieces import Run, runs
 from .mixing import ROW, U64, UNIT, keys, mix, places
 
 BLOCK = 256 << 10
@@ -19,22 +18,7 @@ BLOCK = 256 << 10
 
 def checksum(pool: MemoryPool, moves: Sequence[Move]) -> list[U64]:
     """The sum of every entry of every move, uint64 ``[entries]`` each."""
-    return [_converted(pool, move) if converts(pool) else _move(pool, move) for move in moves]
-
-
-def _converted(pool: MemoryPool, move: Move) -> U64:
-    """The sums of cells that are converted first, in a pool that is read as another cache."""
-    sums = np.zeros(len(move.layout.plane), np.uint64)
-    for i, begin in enumerate(places(pool.site, move.layout)):
-        row = 0
-        for cells in blocks(pool, move.layout, move.tables, i):
-            # Modulo 2^64, of which NumPy warns where it computes with single numbers.
-            first = np.uint64((int(begin) + row * int(ROW)) % (1 << 64))
-            where = _placed(*cells.shape[:2]) + first
-            values = mix(where.reshape(-1) + _hashed(cells.reshape(-1, cells.shape[2])))
-            sums[i : i + 1] += values.sum(dtype=np.uint64)
-            row += len(cells)
-    return sums
+    return [_move(pool, move) for move in moves]
 
 
 def _move(pool: MemoryPool, move: Move) -> U64:
@@ -55,18 +39,18 @@ def _move(pool: MemoryPool, move: Move) -> U64:
 
 def _add(sums: U64, begin: U64, run: Run, skip: int, rows: int, units: int, unit_bytes: int) -> None:
     """Sum entries of ``rows`` rows of ``units`` cells each; skip the run's first ``skip`` entries."""
-    places = _placed(rows, units)
+    where = placed(rows, units)
     index = run.index.reshape(rows, -1)
     for entry, entries, first, last in _blocks(len(sums), rows, units * unit_bytes):
         at = run.places[skip + entry : skip + entry + entries]
         wanted = (at[:, None] + index[first:last].reshape(-1)).reshape(-1)
         cells: U8 = np.take(run.flat, wanted, mode="clip").view(np.uint8).reshape(-1, unit_bytes)
-        hashed = _hashed(cells).reshape(entries, -1) + places[first:last].reshape(-1)
-        values = mix(hashed + begin[entry : entry + entries, None])
+        inputs = hashed(cells).reshape(entries, -1) + where[first:last].reshape(-1)
+        values = mix(inputs + begin[entry : entry + entries, None])
         sums[entry : entry + entries] += values.sum(axis=1, dtype=np.uint64)
 
 
-def _placed(rows: int, units: int) -> U64:
+def placed(rows: int, units: int) -> U64:
     """The place of every cell relative to the first cell, ``[rows, units]``."""
     row = np.arange(rows, dtype=np.uint64)[:, None] * np.uint64(ROW)
     return row + np.arange(units, dtype=np.uint64) * np.uint64(UNIT)
@@ -81,7 +65,7 @@ def _blocks(entries: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int,
             yield entry, min(together, entries - entry), first, min(first + most, rows)
 
 
-def _hashed(cells: U8) -> U64:
+def hashed(cells: U8) -> U64:
     """The keyed sum of every cell's words ``[cells]``, two words at a time.
 
     ``even * k + odd * l`` is ``both * k + odd * (l - 2^32 * k)``: one product reads eight bytes as they are.
@@ -93,8 +77,8 @@ def _hashed(cells: U8) -> U64:
         cells = filled
     both = cells.view(np.uint64)
     even, odd = _factors(both.shape[1])
-    hashed: U64 = np.einsum("ij,j->i", both, even) + np.einsum("ij,j->i", both >> np.uint64(32), odd)
-    return hashed
+    found: U64 = np.einsum("ij,j->i", both, even) + np.einsum("ij,j->i", both >> np.uint64(32), odd)
+    return found
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Conversions on a GPU: gather, copy and checksum of a pool that is read as another cache.
+"""Conversions on a GPU, for gather, copy and checksum of a pool that is read as another cache: one kernel.
 
 Numbers are handled as integers, so that a GPU, Triton's interpreter and NumPy have the same bits. Few operations are on
 floats: one multiplication, whose result is an integer before it is used again, so that no compiler joins it with
@@ -12,12 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..checksum.triton import mix, weighed
-from ..copy.triton import side
-from ..triton_tiles import cells_of
+from ..checksum.triton import ROW, UNIT, mix, weighed
+from ..moves.triton import cells_of, side
 
-ROW = tl.constexpr(0xD1B54A32D192ED03)
-UNIT = tl.constexpr(0x8CB92BA72F3D8DD7)
 INFINITY = tl.constexpr(0x7F800000)
 SIZE = tl.constexpr(0x7FFFFFFF)
 LEAST_SCALE = tl.constexpr(2.0**-126)
@@ -124,17 +121,16 @@ def code_of(
     return tl.where(size > INFINITY, nan, code)
 
 
-@triton.jit
-def converted(
-    plane: tl.tensor,
-    pages: tl.tensor,
-    first_row: tl.tensor,
-    rows: tl.tensor,
-    first_unit: tl.tensor,
-    units: tl.tensor,
-    piece: tl.tensor,
+@triton.jit(do_not_specialize=["tiles", "total"])
+def convert(
+    entries: tl.tensor,
+    tiles: tl.tensor,
+    total: tl.tensor,
+    element: tl.constexpr,
     aligned: tl.constexpr,
+    pieces: tl.constexpr,
     columns: tl.constexpr,
+    into: tl.constexpr,
     source: tl.constexpr,
     source_bytes: tl.constexpr,
     rule: tl.constexpr,
@@ -145,20 +141,20 @@ def converted(
     largest: tl.constexpr,
     infinity: tl.constexpr,
     nan: tl.constexpr,
-) -> tl.tuple:
-    """Codes of cells ``[pieces, columns]``, rows and units of the pieces, and which of them there are.
+) -> None:
+    """Convert tiles of cells; each program takes every n-th tile.
 
     Args:
-        plane: int64, the plane's words; words 6 and 7 say where its factors or the plane of its scales are.
-        pages: int32, page ids.
-        first_row: counted from the first of those page ids.
-        rows: of the entry.
-        first_unit: counted within the plane.
-        units: of the entry.
-        piece: int32 ``[pieces]``, numbers of the entry's cells; those beyond its end are no pieces.
+        entries: this and the other arguments before the constants: see :mod:`..moves.triton`.
+        tiles: see there.
+        total: see there.
+        element: unused.
+        pieces: cells of a tile.
         aligned: twice the elements that addresses, strides and cells are multiples of, on both sides; 1: not even of
             one, so bytes are read and written one by one.
         columns: elements of a cell, rounded up to a power of two.
+        into: what becomes of the cells: ``"gather"`` stores them in staging, ``"copy"`` in the target's pages, and
+            ``"checksum"`` adds them to the entry's sum.
         source: dtype in the pages.
         source_bytes: bytes of one of its numbers.
         rule: see :class:`~disagg_kv.geometry.PlaneConversion`.
@@ -170,188 +166,55 @@ def converted(
         infinity: whether infinity stays infinity.
         nan: its code of NaN.
     """
-    col = tl.arange(0, columns)
-    there = piece < rows * units
-    row = piece // units
-    own = piece - row * units
-    unit = first_unit + own
-    cell = cells_of(plane, pages, row + first_row, unit, there)
-    mask = there[:, None] & (col < elements)[None, :]
-    f = float32_of(loaded(cell, col, mask, source_bytes, aligned), source)
-    if rule == "given":
-        # One factor for all units, or one for each.
-        place = plane + tl.load(plane + 6) + unit * tl.load(plane + 7)
-        factor = tl.load(place, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-        f = f * factor[:, None]
-    elif rule == "read":
-        scale = cells_of(plane + tl.load(plane + 6), pages, row + first_row, unit, there)
-        factors = loaded(scale, tl.arange(0, 1), there[:, None], 4, min(aligned, 2))
-        f = f * factors.to(tl.float32, bitcast=True)
-    else:
-        factor = scales_of(f, mask, largest)
-        if rule == "computed":
-            f = f * tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)[:, None]
-    if rule == "scales":
-        code = factor.to(tl.int32, bitcast=True)[:, None]
-    else:
-        code = code_of(f, nbytes, mantissa, bias, largest, infinity, nan)
-    return code, row, own, there
-
-
-@triton.jit
-def put(
-    cell: tl.tensor,
-    code: tl.tensor,
-    there: tl.tensor,
-    aligned: tl.constexpr,
-    columns: tl.constexpr,
-    rule: tl.constexpr,
-    elements: tl.constexpr,
-    nbytes: tl.constexpr,
-) -> None:
-    """Store converted cells at addresses; of the rule ``"scales"`` a cell is one float32."""
-    if rule == "scales":
-        stored(cell, tl.arange(0, 1), code, there[:, None], 4, min(aligned, 2))
-    else:
-        col = tl.arange(0, columns)
-        mask = there[:, None] & (col < elements)[None, :]
-        stored(cell, col, code, mask, nbytes, aligned)
-
-
-@triton.jit
-def of_entry(
-    planes: tl.tensor,
-    entries: tl.tensor,
-    tiles: tl.tensor,
-    aligned: tl.constexpr,
-    pieces: tl.constexpr,
-    columns: tl.constexpr,
-    source: tl.constexpr,
-    source_bytes: tl.constexpr,
-    rule: tl.constexpr,
-    elements: tl.constexpr,
-    nbytes: tl.constexpr,
-    mantissa: tl.constexpr,
-    bias: tl.constexpr,
-    largest: tl.constexpr,
-    infinity: tl.constexpr,
-    nan: tl.constexpr,
-) -> tl.tuple:
-    """What :func:`converted` gives for this program's tile of ``pieces`` cells, and the address of its entry.
-
-    Each entry of the call's table has ``tiles`` programs; ``planes`` is the pool's table.
-    """
-    number = tl.program_id(0)
-    entry = entries + (number // tiles).to(tl.int64) * 8
-    plane = planes + tl.load(entry) * 8
-    first_unit, units = tl.load(entry + 1), tl.load(entry + 2).to(tl.int32)
-    first_row, rows = tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
-    pages = tl.load(entry + 5).to(tl.pointer_type(tl.int32))
-    piece = number % tiles * pieces + tl.arange(0, pieces)
-    code, row, unit, there = converted(
-        plane, pages, first_row, rows, first_unit, units, piece, aligned, columns, source, source_bytes, rule,
-        elements, nbytes, mantissa, bias, largest, infinity, nan,
-    )  # fmt: skip
-    return code, row, unit, there, entry
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def gather_converted(
-    planes: tl.tensor,
-    entries: tl.tensor,
-    tiles: tl.tensor,
-    element: tl.constexpr,
-    aligned: tl.constexpr,
-    pieces: tl.constexpr,
-    columns: tl.constexpr,
-    source: tl.constexpr,
-    source_bytes: tl.constexpr,
-    rule: tl.constexpr,
-    elements: tl.constexpr,
-    nbytes: tl.constexpr,
-    mantissa: tl.constexpr,
-    bias: tl.constexpr,
-    largest: tl.constexpr,
-    infinity: tl.constexpr,
-    nan: tl.constexpr,
-) -> None:
-    """Convert one tile of pages into staging; word 6 of an entry is its address there."""
-    code, row, unit, there, entry = of_entry(
-        planes, entries, tiles, aligned, pieces, columns, source, source_bytes, rule, elements,
-        nbytes, mantissa, bias, largest, infinity, nan,
-    )  # fmt: skip
-    size: tl.constexpr = 4 if rule == "scales" else elements * nbytes
-    cell = row.to(tl.int64) * tl.load(entry + 2) + unit
-    put(tl.load(entry + 6) + cell * size, code, there, aligned, columns, rule, elements, nbytes)
-
-
-@triton.jit(do_not_specialize=["tiles", "total"])
-def copy_converted(
-    entries: tl.tensor,
-    tiles: tl.tensor,
-    total: tl.tensor,
-    element: tl.constexpr,
-    aligned: tl.constexpr,
-    pieces: tl.constexpr,
-    columns: tl.constexpr,
-    source: tl.constexpr,
-    source_bytes: tl.constexpr,
-    rule: tl.constexpr,
-    elements: tl.constexpr,
-    nbytes: tl.constexpr,
-    mantissa: tl.constexpr,
-    bias: tl.constexpr,
-    largest: tl.constexpr,
-    infinity: tl.constexpr,
-    nan: tl.constexpr,
-) -> None:
-    """Convert tiles of pages into pages; the table is that of :func:`..copy.triton.copy`."""
+    words: tl.constexpr = 10 if into == "copy" else 8
+    # Of the rule "scales" a cell becomes one float32, which is aligned to four bytes or to none.
+    numbers: tl.constexpr = 1 if rule == "scales" else elements
+    size: tl.constexpr = 4 if rule == "scales" else nbytes
+    width: tl.constexpr = 1 if rule == "scales" else columns
+    wide: tl.constexpr = min(aligned, 2) if rule == "scales" else aligned
     for number in range(tl.program_id(0), total, tl.num_programs(0)):
-        entry = entries + number // tiles * 10
+        entry = entries + (number // tiles).to(tl.int64) * words
         units, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
-        plane = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
-        first_unit, first_row = tl.load(entry + 3), tl.load(entry + 4).to(tl.int32)
-        pages = tl.load(entry + 5).to(tl.pointer_type(tl.int32))
         piece = number % tiles * pieces + tl.arange(0, pieces)
-        code, row, unit, there = converted(
-            plane, pages, first_row, rows, first_unit, units, piece, aligned, columns, source, source_bytes, rule,
-            elements, nbytes, mantissa, bias, largest, infinity, nan,
-        )  # fmt: skip
-        cell = side(entry + 6, row, unit, there)
-        put(cell, code, there, aligned, columns, rule, elements, nbytes)
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def checksum_converted(
-    planes: tl.tensor,
-    entries: tl.tensor,
-    tiles: tl.tensor,
-    element: tl.constexpr,
-    aligned: tl.constexpr,
-    pieces: tl.constexpr,
-    columns: tl.constexpr,
-    source: tl.constexpr,
-    source_bytes: tl.constexpr,
-    rule: tl.constexpr,
-    elements: tl.constexpr,
-    nbytes: tl.constexpr,
-    mantissa: tl.constexpr,
-    bias: tl.constexpr,
-    largest: tl.constexpr,
-    infinity: tl.constexpr,
-    nan: tl.constexpr,
-) -> None:
-    """Add converted cells to the entry's sum, whose address is word 6; word 7 is the place of the first cell."""
-    code, row, unit, there, entry = of_entry(
-        planes, entries, tiles, aligned, pieces, columns, source, source_bytes, rule, elements,
-        nbytes, mantissa, bias, largest, infinity, nan,
-    )  # fmt: skip
-    into = tl.load(entry + 6).to(tl.pointer_type(tl.uint64))
-    place = tl.load(entry + 7).to(tl.uint64) + row.to(tl.uint64) * ROW + unit.to(tl.uint64) * UNIT
-    if rule == "scales":
-        place += tl.sum(weighed(code, tl.arange(0, 1), 4), axis=1)
-    else:
+        there = piece < rows * units
+        row = piece // units
+        unit = piece - row * units
         col = tl.arange(0, columns)
-        words = tl.where(there[:, None] & (col < elements)[None, :], code, 0)
-        place += tl.sum(weighed(words, col, nbytes), axis=1)
-    tl.atomic_add(into, tl.sum(tl.where(there, mix(place), 0)), sem="relaxed")
+        read = there[:, None] & (col < elements)[None, :]
+        f = float32_of(loaded(side(entry + 2, row, unit, there), col, read, source_bytes, aligned), source)
+
+        # Words 6 and 7 of a plane say where its factors or the plane of its scales are.
+        plane = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
+        first_unit = tl.load(entry + 3)
+        if rule == "given":
+            # One factor for all units, or one for each.
+            factors = plane + tl.load(plane + 6) + (first_unit + unit) * tl.load(plane + 7)
+            factor = tl.load(factors, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)
+            f = f * factor[:, None]
+        elif rule == "read":
+            pages, first_row = tl.load(entry + 5).to(tl.pointer_type(tl.int32)), tl.load(entry + 4).to(tl.int32)
+            scale = cells_of(plane + tl.load(plane + 6), pages, first_row + row, first_unit + unit, there)
+            factors = loaded(scale, tl.arange(0, 1), there[:, None], 4, min(aligned, 2))
+            f = f * factors.to(tl.float32, bitcast=True)
+        else:
+            factor = scales_of(f, read, largest)
+            if rule == "computed":
+                f = f * tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)[:, None]
+
+        if rule == "scales":
+            code = factor.to(tl.int32, bitcast=True)[:, None]
+        else:
+            code = code_of(f, nbytes, mantissa, bias, largest, infinity, nan)
+        where = tl.arange(0, width)
+        mask = there[:, None] & (where < numbers)[None, :]
+        if into == "checksum":
+            place = tl.load(entry + 7).to(tl.uint64) + row.to(tl.uint64) * ROW + unit.to(tl.uint64) * UNIT
+            place += tl.sum(weighed(tl.where(mask, code, 0), where, size), axis=1)
+            added = tl.load(entry + 6).to(tl.pointer_type(tl.uint64))
+            tl.atomic_add(added, tl.sum(tl.where(there, mix(place), 0)), sem="relaxed")
+        else:
+            if into == "copy":
+                cell = side(entry + 6, row, unit, there)
+            else:
+                cell = tl.load(entry + 6) + piece.to(tl.int64) * (numbers * size)
+            stored(cell, where, code, mask, size, wide)

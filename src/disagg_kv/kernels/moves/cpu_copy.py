@@ -15,11 +15,10 @@ import numpy as np
 from attrs import frozen
 
 from ...geometry import I64
-from ...memory import U8, plane_view
+from ...memory import U8
 from ...planning import StagedLayout
-from ..base import Move, PageMove, Pages, converts
-from ..convert.pages import blocks, cells_of
-from ..pieces import Pieces, Run, runs
+from ..base import Move, PageMove, Pages
+from .pieces import Pieces, Run, runs
 
 BUFFERED = 1 << 18
 """Bytes that go through the buffer at once: they stay in a core's cache."""
@@ -28,26 +27,11 @@ SMALL = 1 << 12
 """Bytes of a block below which a call of NumPy costs more than the pieces do."""
 
 
-def copy(moves: Sequence[PageMove]) -> None:
-    """Copy or convert the cells that ``moves`` name."""
-    for move in moves:
-        if converts(move.source.pool):
-            _converted(move)
-            continue
-        for source, target in _pairs(move):
-            if not _in_blocks(source, target):
-                _buffered(source, target)
-
-
-def _converted(move: PageMove) -> None:
-    source, target = move.source, move.target
-    for i, number in enumerate(move.copy.target.plane.tolist()):
-        into = plane_view(target.pool.site, target.pool.buffers, number)
-        page, slot, units = cells_of(target.pool, move.copy.target, target.tables, i)
-        row = 0
-        for cells in blocks(source.pool, move.copy.source, source.tables, i):
-            into[page[row : row + len(cells)], slot[row : row + len(cells)], units] = cells
-            row += len(cells)
+def copy(move: PageMove) -> None:
+    """Copy the cells that a move names."""
+    for source, target in _pairs(move):
+        if not _in_blocks(source, target):
+            _buffered(source, target)
 
 
 @frozen

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from ..geometry import I64, PageTable, places
-from ..ids import GroupId
-from ..memory import MemoryPool, PagedMemory, bytes_of
-from .base import Move
+from ...geometry import I64, PageTable, places
+from ...ids import GroupId
+from ...memory import MemoryPool, PagedMemory, bytes_of
+from ..base import Move
 
 Pieces = npt.NDArray[np.void]
 """Elements of ``nbytes`` opaque bytes each."""

@@ -1,0 +1,191 @@
+"""Launching the Triton kernels: of a pool that is read as another cache, one launch for each kind of conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+
+import numpy as np
+
+from ...errors import DisaggKVError
+from ...memory import All, Buffer, Event, Flag, MemoryPool, PagedMemory
+from ..base import Checksums, Move, PageMove, PreparedGather, converts
+from ..checksum.mixing import U64
+from ..triton_copy_launch import CopyLauncher
+from ..triton_launch import Launcher, PreparedLaunch
+from ..triton_sums import ChecksumLauncher
+from .kinds import Kind, kinds_of, op_of, split_copies
+
+Launch = Callable[[Event | None], Event | None]
+"""Launches behind an event, and returns that of its end; None: it has ended."""
+
+
+@cache
+def launcher(name: str, kind: Kind | None) -> Launcher:
+    """The process's gathers of one kind, or its scatters; None: bytes are copied as they are."""
+    return Launcher(op_of(name, kind))
+
+
+@cache
+def _copier(kind: Kind | None, programs: int | None) -> CopyLauncher:
+    return CopyLauncher(op_of("copy", kind), programs)
+
+
+@cache
+def _summer(kind: Kind | None) -> ChecksumLauncher:
+    return ChecksumLauncher(op_of("checksum", kind))
+
+
+class Launches:
+    """What the kernels launch.
+
+    Args:
+        programs: most programs of a copy; see :class:`..triton_copy_launch.CopyLauncher`.
+    """
+
+    def __init__(self, programs: int | None) -> None:
+        self._programs = programs
+        self._gather, self._scatter = launcher("gather", None), launcher("scatter", None)
+        self._copy, self._sum = _copier(None, programs), _summer(None)
+
+    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
+        """Enqueue a gather behind ``after``; the event of its end."""
+        if not converts(pool):
+            return self._gather(pool, moves, staging, after)
+        parts = kinds_of(pool).split(moves)
+        return beside([partial(launcher("gather", kind), pool, some, staging) for kind, some, _ in parts], after)
+
+    def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
+        """The same up to its launches; see :class:`..base.SupportsPreparing`."""
+        if not converts(pool):
+            return self._gather.prepare(pool, moves, staging, moved=True)
+        parts = kinds_of(pool).split(moves)
+        found = _prepared(launcher("gather", kind).prepare(pool, some, staging, moved=True) for kind, some, _ in parts)
+        return None if found is None else PreparedGathers(found)
+
+    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """Enqueue a scatter; the event of its end."""
+        return self._scatter(pool, moves, staging)
+
+    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedLaunch | None:
+        """The same up to its launch."""
+        return self._scatter.prepare(pool, moves, staging)
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag]) -> Event | None:
+        """Enqueue a copy behind ``after``; the event of its end.
+
+        Conversions raise no flags. Their launches follow one another, so that all of them together take no more of the
+        GPU than one does.
+        """
+        if not any(converts(move.source.pool) for move in moves):
+            return self._copy(moves, after, flags)
+        return in_turn([partial(_copier(kind, self._programs), some) for kind, some in split_copies(moves)], after)
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
+        """Enqueue the sums of cells, after their conversion, behind ``after``."""
+        if not converts(pool):
+            return self._sum(pool, moves, after)
+        parts = [(_summer(kind)(pool, some, after), masks) for kind, some, masks in kinds_of(pool).split(moves)]
+        lengths = [len(move.layout.plane) for move in moves]
+
+        def read() -> Sequence[U64]:
+            found = [np.zeros(length, np.uint64) for length in lengths]
+            for sums, masks in parts:
+                for into, mask, of in zip(found, masks, sums.read(), strict=True):
+                    into[mask] = of
+            return found
+
+        return Checksums(_all([sums.event for sums, _ in parts]), read)
+
+    def warm(self, pool: MemoryPool) -> None:
+        """Compile what moves a pool; see :meth:`..base.SupportsWarmUp.warm`."""
+        for kind, numbers in kinds_of(pool).planes():
+            launcher("gather", kind).warm(pool, numbers)
+        if not converts(pool):
+            self._scatter.warm(pool)
+
+    def warm_checksum(self, pool: MemoryPool) -> None:
+        """Compile the checksums of a pool; see :meth:`..base.SupportsWarmUp.warm_checksum`."""
+        for kind, numbers in kinds_of(pool).planes():
+            _summer(kind).warm(pool, numbers)
+
+    def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
+        """Compile copies from one pool into another; see :meth:`..base.SupportsWarmUp.warm_copy`."""
+        for kind, numbers in kinds_of(source).planes():
+            _copier(kind, self._programs).warm(source, target, numbers)
+
+
+class PreparedGathers:
+    """Several gathers as one; see :class:`..base.PreparedGather`."""
+
+    def __init__(self, parts: Sequence[PreparedLaunch]) -> None:
+        self._parts = parts
+
+    def launch(self, base: int, after: Event | None) -> Event | None:
+        """See :meth:`..base.PreparedGather.launch`."""
+        try:
+            return beside([partial(part.launch, base) for part in self._parts], after)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """See :meth:`..base.Prepared.drop`."""
+        for part in self._parts:
+            part.drop()
+
+
+def _prepared(parts: Iterable[PreparedLaunch | None]) -> list[PreparedLaunch] | None:
+    """All parts; None where one of them cannot be prepared, or there are none."""
+    found: list[PreparedLaunch] = []
+    complete = False
+    try:
+        for part in parts:
+            if part is None:
+                break
+            found.append(part)
+        else:
+            complete = bool(found)
+    finally:
+        for part in () if complete else found:
+            part.drop()
+    return found if complete else None
+
+
+def beside(launches: Iterable[Launch], after: Event | None) -> Event | None:
+    """Launch all behind ``after``; the end of them. Where one raises, that comes once the others have ended."""
+    events: list[Event | None] = []
+    try:
+        for launch in launches:
+            events.append(launch(after))
+    except BaseException:
+        _finish(events)
+        raise
+    return _all(events)
+
+
+def in_turn(launches: Iterable[Launch], after: Event | None) -> Event | None:
+    """The same, each behind the one before it."""
+    last: Event | None = None
+    try:
+        for launch in launches:
+            event = launch(after if last is None else last)
+            last = last if event is None else event
+    except BaseException:
+        _finish([last])
+        raise
+    return last
+
+
+def _finish(events: Iterable[Event | None]) -> None:
+    """Wait for what was launched; in a broken context nothing runs."""
+    for event in events:
+        if event is not None:
+            with suppress(DisaggKVError):
+                event.synchronize()
+
+
+def _all(events: Sequence[Event | None]) -> Event | None:
+    """The end of all of them; None: they have ended."""
+    left = [event for event in events if event is not None]
+    return left[0] if len(left) == 1 else All(left) if left else None

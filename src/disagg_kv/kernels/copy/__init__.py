@@ -1,1 +1,0 @@
-"""Pages into pages of another pool."""

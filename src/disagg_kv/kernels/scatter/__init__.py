@@ -1,1 +1,0 @@
-"""Staging into pages."""
