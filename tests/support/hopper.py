@@ -82,6 +82,7 @@ class Context:
     """What compiling needs of a launch's context."""
 
     def __init__(self) -> None:
+        self.device = "cuda:0"
         self.entries: dict[tuple[int, int, int], object] = {}
         self.queue = Queue()
         self.tables = self
@@ -89,8 +90,8 @@ class Context:
     def stream(self) -> Any:
         return SimpleNamespace(synchronize=lambda: None)
 
-    def of(self, pool: PagedMemory, stream: object) -> tuple[Planes, None]:
-        return Planes(pool), None
+    def of(self, pool: PagedMemory, stream: object) -> Planes:
+        return Planes(pool)
 
 
 def pool_of(spec: CacheSpec, held: Shard, page_size: int) -> MappedPool:

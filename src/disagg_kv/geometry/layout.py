@@ -15,6 +15,7 @@ from attrs import field, frozen
 from .. import arguments
 from ..errors import GeometryError
 from ..ids import KV, GroupId, LayerId
+from .formats import conversion
 from .shard import Shard
 from .spec import CacheSpec, Extent
 
@@ -310,6 +311,18 @@ class Site:
                 extent = self.spec.component(plane.layer, plane.component).extent
                 found.setdefault(plane.group, {})[extent] = None
         return {group: tuple(extents) for group, extents in found.items()}
+
+    @cached_property
+    def converts(self) -> str | None:
+        """The conversions of a pool that is read as another cache, by name; None: there are none."""
+        pairs = {(how.source, how.target) for how in self.conversions if how is not None}
+        return ", ".join(conversion(*pair) for pair in sorted(pairs)) or None
+
+    def stored_bytes(self, number: int) -> int:
+        """Bytes of a unit of one plane in memory, where it may wait for its conversion."""
+        how = self.conversions[number] if self.conversions else None
+        plane = self.planes[number]
+        return self.spec.component(plane.layer, plane.component).unit_bytes if how is None else how.unit_bytes
 
     def page_rows(self, plane: Plane) -> int:
         """Rows per page of a plane. A state has its own number of rows."""

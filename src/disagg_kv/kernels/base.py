@@ -133,11 +133,6 @@ class SupportsConversions(Protocol):
         ...
 
 
-def converts(pool: PagedMemory) -> bool:
-    """Whether a pool is read as another cache."""
-    return bool(pool.site.conversions)
-
-
 class Prepared(Protocol):
     """A launch of which all is done that can be done before its bytes are there. One thread; the first call counts."""
 

@@ -26,7 +26,6 @@ from .base import (
     Pages,
     Prepared,
     PreparedGather,
-    converts,
 )
 from .checksum import cpu as checksum_cpu
 from .convert import pages as converted
@@ -98,7 +97,7 @@ class CpuKernels:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
         if after is not None:
             after.synchronize()
-        (converted if converts(pool) else moves_cpu).gather(pool, moves, staging)
+        (converted if pool.site.converts else moves_cpu).gather(pool, moves, staging)
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Copy staging into pages; blocks until it is done."""
@@ -109,14 +108,14 @@ class CpuKernels:
         if after is not None:
             after.synchronize()
         for move in moves:
-            (converted if converts(move.source.pool) else cpu_copy).copy(move)
+            (converted if move.source.pool.site.converts else cpu_copy).copy(move)
         raise_flags(flags)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
         if after is not None:
             after.synchronize()
-        sums = (converted if converts(pool) else checksum_cpu).checksum(pool, moves)
+        sums = (converted if pool.site.converts else checksum_cpu).checksum(pool, moves)
         return Checksums(None, lambda: sums)
 
 
@@ -157,7 +156,7 @@ class TritonKernels:
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
         """Write the table of a scatter and bring it to the GPU."""
-        return self._launches.prepare_scatter(pool, moves, staging)
+        return self._launches.scatter.prepare(pool, moves, staging)
 
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
         """Write the table of a gather."""

@@ -8,7 +8,7 @@ import torch
 
 from ..geometry import PageTable, Plane
 from ..ids import GroupId
-from ..memory import Buffer, PagedMemory, bytes_of, stored_bytes
+from ..memory import Buffer, PagedMemory, bytes_of
 from ..planning import StagedLayout
 from .convert import reference
 
@@ -37,7 +37,7 @@ def plane_of(pool: PagedMemory, number: int) -> torch.Tensor:
     """All cells of a plane as uint8 ``[pages, rows per page, units, unit_bytes]``, strided over the memory itself."""
     plane = pool.site.planes[number]
     units = sum(len(held) for held in pool.site.shard.units(plane.layer, plane.component))
-    shape = pool.site.group(plane.group).pages, pool.site.page_rows(plane), units, stored_bytes(pool.site, number)
+    shape = pool.site.group(plane.group).pages, pool.site.page_rows(plane), units, pool.site.stored_bytes(number)
     return _strided(pool, plane, shape)
 
 

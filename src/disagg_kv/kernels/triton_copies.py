@@ -5,56 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from attrs import evolve
 
 from ..geometry import I64
 from ..memory import PagedMemory
 from ..planning import StagedLayout
 from .base import PageMove
-from .triton_tables import SIDE, Cells, PageIds, Planes, Shape, counted, known_or_made
+from .triton_tables import SIDE, Cells, PageIds, Planes, Shape, Side, counted, first_rows, known_or_made, span
 
 ENTRY = 2 + 2 * SIDE
 """Words of an entry: units, rows, then the source's side and the target's."""
-
-
-class _Sides:
-    """Entries of one or many moves in their pools, on one side.
-
-    Args:
-        pools: of each move.
-        layouts: of each move, none of them empty.
-    """
-
-    def __init__(self, pools: Sequence[Planes], layouts: Sequence[StagedLayout]) -> None:
-        counts = [len(x.plane) for x in layouts]
-        words = np.concatenate([p.words[x.plane] for p, x in zip(pools, layouts, strict=True)])
-        self.base, self.page_stride, self.row_stride, self.unit_stride, self.rows_per_page, self.unit_bytes = words.T[
-            :6
-        ]
-        self.first_unit = np.concatenate([x.first_unit for x in layouts]).astype(np.int64)
-        self.words = np.zeros((len(words), SIDE), np.int64)
-        self.words[:, 0] = np.concatenate([p.at(x.plane) for p, x in zip(pools, layouts, strict=True)])
-        self.words[:, 1] = self.first_unit
-        self.words[:, 2] = np.concatenate([x.row_start - x.row_start[0] for x in layouts])
-        # Which of the groups of all moves, counted through, an entry belongs to.
-        begins = np.cumsum([0, *(len(p.groups) for p in pools)])[:-1]
-        group = np.concatenate([p.group[x.plane] for p, x in zip(pools, layouts, strict=True)])
-        self.of = np.repeat(begins, counts) + group
-        self.beside = 0
-        """Of what is read beside the cells, addresses and strides, or'ed."""
-        for p, x in zip(pools, layouts, strict=True):
-            self.beside |= p.beside(np.unique(x.plane).tolist())
-
-    def bits(self, side_by_side: npt.NDArray[np.bool_]) -> I64:
-        """Of each entry addresses and strides, or'ed; where units are side by side, not that of a unit."""
-        bits: I64 = self.base | self.page_stride | self.first_unit * self.unit_stride
-        bits |= np.where(self.rows_per_page > 1, self.row_stride, 0) | np.where(side_by_side, 0, self.unit_stride)
-        return bits
-
-    def cell_bits(self, units: I64) -> int:
-        """The same of cells one by one, in all entries."""
-        return int(np.bitwise_or.reduce(self.bits(units == 1)))
 
 
 class CopyPattern:
@@ -77,15 +37,15 @@ class CopyPattern:
         tile_bytes: int,
         cells: Cells | None = None,
     ) -> None:
-        source = _Sides([a for a, _ in ends], [m.copy.source for m in moves])
-        target = _Sides([b for _, b in ends], [m.copy.target for m in moves])
-        units = np.concatenate([m.copy.source.units for m in moves]).astype(np.int64)
-        rows = np.concatenate([m.copy.source.row_stop - m.copy.source.row_start for m in moves])
+        read, written = [m.copy.source for m in moves], [m.copy.target for m in moves]
+        source, target = Side([a for a, _ in ends], read), Side([b for _, b in ends], written)
+        units = np.concatenate([x.units for x in read]).astype(np.int64)
+        rows = np.concatenate([x.row_stop - x.row_start for x in read])
         self.of = source.of, target.of
         self.words = np.concatenate([units[:, None], rows[:, None], source.words, target.words], axis=1)
         """The entries, as if every move's first row and page ids lay at 0."""
-        self.spans = [_span(m.copy.source) for m in moves]
-        """Per move the lowest and the highest row, counted from its first entry's first."""
+        self.words[:, 4], self.words[:, 8] = first_rows(read), first_rows(written)
+        self.spans = [span(x) for x in read]
         if cells is None:
             self.shape = _runs(source, target, units, rows, tile_bytes)
         else:
@@ -93,12 +53,7 @@ class CopyPattern:
             self.shape = counted(cells.shape(aligned, rows * units, tile_bytes), rows * units)
 
 
-def _span(layout: StagedLayout) -> tuple[int, int]:
-    first = layout.row_start[0]
-    return int((layout.row_start - first).min()), int((layout.row_stop - first).max())
-
-
-def _runs(source: _Sides, target: _Sides, units: I64, rows: I64, tile_bytes: int) -> Shape:
+def _runs(source: Side, target: Side, units: I64, rows: I64, tile_bytes: int) -> Shape:
     """The widest access that the addresses allow, and tiles as wide as the longest run."""
     side_by_side = (source.unit_stride == source.unit_bytes) & (target.unit_stride == source.unit_bytes)
     run_bytes = np.where(side_by_side, units, 1) * source.unit_bytes
@@ -160,10 +115,10 @@ class CopyCall:
         self.shape = self._pattern.shape
         self._ids = PageIds()
         self._places: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
-        for (a, b), move, span in zip(ends, moves, self._pattern.spans, strict=True):
+        for (a, b), move, rows in zip(ends, moves, self._pattern.spans, strict=True):
             first = int(move.copy.source.row_start[0])
             for places, of, pages in ((self._places[0], a, move.source), (self._places[1], b, move.target)):
-                places += self._ids.add(of, pages.tables, first, span)
+                places += self._ids.add(of, pages.tables, first, rows)
         self.words = self.entries * ENTRY + self._ids.words
 
     def write(self, into: I64, at: int) -> None:

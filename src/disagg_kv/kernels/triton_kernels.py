@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import triton
@@ -42,20 +43,12 @@ class Tuning:
 class Launchable(Protocol):
     """A Triton kernel, compiled or interpreted."""
 
-    def __getitem__(self, grid: tuple[int]) -> Launched:
-        """The kernel with its number of programs."""
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
+        """What runs the kernel, interpreted, with a number of programs."""
         ...
 
     def warmup(self, *args: object, grid: tuple[int], num_warps: int) -> Compiled:
         """Compile for such arguments, and launch nothing."""
-        ...
-
-
-class Launched(Protocol):
-    """A Triton kernel with its grid."""
-
-    def __call__(self, *args: object, **options: object) -> Compiled:
-        """Enqueue it on the current stream; gives what was compiled for such arguments."""
         ...
 
 

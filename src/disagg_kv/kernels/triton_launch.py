@@ -41,6 +41,7 @@ class LaunchContext:
     """
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
+        self.device = device
         self.entries: dict[tuple[int, int, int], Entry] = {}
         self.before: tuple[tuple[int, ...], Mark | None] = (), None
         """What the last launch that was :data:`FULL` waited for, and its end."""
@@ -140,12 +141,11 @@ class Host:
         call.context.slots.give(call.slot, mark)
 
     def _enqueued(self, call: Written, after: Event | None) -> Mark:
-        context, programs, shape = call.context, call.programs, call.shape
+        context, shape, tiles = call.context, call.shape, call.shape.tiles
         queue, on = context.queue, call.stream.cuda_stream
-        constants = shape.constants
-        entry = context.entries.get(constants)
-        counts = shape.tiles, call.entries * shape.tiles
-        rest = ELEMENTS[shape.element_bytes], *constants, *self._op.constants
+        entry = context.entries.get(shape.constants)
+        if entry is None and call.programs:
+            entry = self._compiled(context, shape)
         with queue:
             call.upload()
             awaited = behind(queue, on, after)
@@ -153,21 +153,16 @@ class Host:
             waited, before = context.before
             if full and waited == awaited:
                 behind(queue, on, before)
-            if entry is not None and programs:
-                entry(queue, on, programs, (call.slot.addr, *counts), rest)
-            if entry is not None or not programs:
-                mark = _end(queue, on, call.flags)
-                if full:
-                    context.before = awaited, mark
-                return mark
-        # Torch chooses a device, and so a context, of its own.
-        with COMPILING, torch.cuda.stream(call.stream):
-            kernel, warps = self._op.kernel[(programs,)], self._op.tuning.warps
-            launched = kernel(call.slot.device, *counts, *rest, num_warps=warps)
-        with queue:
+            if entry is not None and call.programs:
+                values = call.slot.addr, tiles, call.entries * tiles
+                entry(queue, on, call.programs, values, self._constants(shape))
             mark = _end(queue, on, call.flags)
-            context.entries[constants] = entry_of(check_launcher(launched), queue)
+            if full:
+                context.before = awaited, mark
             return mark
+
+    def _constants(self, shape: Shape) -> tuple[object, ...]:
+        return ELEMENTS[shape.element_bytes], *shape.constants, *self._op.constants
 
     def _context(self, device: str) -> LaunchContext:
         with self._lock:
@@ -175,19 +170,18 @@ class Host:
                 self._contexts[device] = LaunchContext(device, self._op.tuning.neighbours_together)
             return self._contexts[device]
 
-    def _compile(self, context: LaunchContext, shape: Shape) -> None:
-        """Compile for a shape, unless that is done; inside ``with torch.cuda.device``."""
-        constants = shape.constants
-        if constants in context.entries:
-            return
-        with COMPILING:
-            arguments = torch.empty(1, dtype=torch.int64, device="cuda"), 1, 1, ELEMENTS[shape.element_bytes]
-            op = self._op
-            compiled = op.kernel.warmup(*arguments, *constants, *op.constants, grid=(1,), num_warps=op.tuning.warps)
+    def _compiled(self, context: LaunchContext, shape: Shape) -> Entry:
+        """What launches calls of a shape: compiled now, on memory that is not touched."""
+        op = self._op
+        # Torch chooses a device, and so a context, of its own.
+        with torch.cuda.device(context.device), COMPILING:
+            arguments = torch.empty(1, dtype=torch.int64, device="cuda"), 1, 1, *self._constants(shape)
+            compiled = op.kernel.warmup(*arguments, grid=(1,), num_warps=op.tuning.warps)
             # What is not loaded yet would be at the first call, which may wait for the GPU.
             compiled[1, 1, 1]
         with context.queue:
-            context.entries[constants] = entry_of(check_launcher(compiled), context.queue)
+            entry = context.entries[shape.constants] = entry_of(check_launcher(compiled), context.queue)
+        return entry
 
     def _compile_all(
         self,
@@ -197,7 +191,7 @@ class Host:
         other: int | None = None,
         single: bool = False,
     ) -> None:
-        """Compile for all :func:`.triton_shapes.shapes` of calls for a pool, on memory that is not touched.
+        """Compile for all :func:`.triton_shapes.shapes` of calls for a pool.
 
         Also allocates what calls need, and uploads the tables of the pool and of ``targets``: a call must not wait for
         the GPU's allocator.
@@ -212,7 +206,8 @@ class Host:
                 context.tables.of(target, stream)
             planes = context.tables.of(pool, stream)
             for shape in shapes(planes, pool, op.tuning.tile_bytes, op.cells, other, numbers=numbers, single=single):
-                self._compile(context, shape)
+                if shape.constants not in context.entries:
+                    self._compiled(context, shape)
             if targets:
                 stream.synchronize()
 

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from ..errors import UnsupportedError
 from ..geometry import I32, I64, PageTable, Plane
 from ..ids import GroupId
-from ..memory import PagedMemory, stored_bytes
+from ..memory import PagedMemory
 from ..planning import StagedLayout
 from .base import Move
 
@@ -135,6 +135,56 @@ def counted(shape: Shape, pieces: I64) -> Shape:
     return shape
 
 
+class Side:
+    """Entries of one or many moves in their pools, whatever their rows.
+
+    Args:
+        pools: of each move.
+        layouts: of each move, none of them empty.
+    """
+
+    def __init__(self, pools: Sequence[Planes], layouts: Sequence[StagedLayout]) -> None:
+        each = list(zip(pools, layouts, strict=True))
+        columns = np.concatenate([p.words[x.plane] for p, x in each]).T
+        self.base, self.page_stride, self.row_stride, self.unit_stride, self.rows_per_page, self.unit_bytes = columns[
+            :6
+        ]
+        self.first_unit = np.concatenate([x.first_unit for x in layouts]).astype(np.int64)
+        self.words = np.zeros((len(self.base), SIDE), np.int64)
+        """As if the first row and the page ids lay at 0."""
+        self.words[:, 0], self.words[:, 1] = np.concatenate([p.at(x.plane) for p, x in each]), self.first_unit
+        begins = np.cumsum([0, *(len(p.groups) for p in pools)])[:-1]
+        groups = np.concatenate([p.group[x.plane] for p, x in each])
+        self.of = np.repeat(begins, [len(x.plane) for x in layouts]) + groups
+        """Which of the groups of all moves, counted through, an entry belongs to."""
+        self.beside = 0
+        """Of what is read beside the cells, addresses and strides, or'ed."""
+        for p, x in each:
+            self.beside |= p.beside(np.unique(x.plane).tolist())
+
+    def bits(self, side_by_side: npt.NDArray[np.bool_]) -> I64:
+        """Of each entry addresses and strides, or'ed; where units are side by side, not that of a unit."""
+        bits: I64 = self.base | self.page_stride | self.first_unit * self.unit_stride
+        bits |= np.where(self.rows_per_page > 1, self.row_stride, 0) | np.where(side_by_side, 0, self.unit_stride)
+        return bits
+
+    def cell_bits(self, units: I64) -> int:
+        """The same of cells one by one, in all entries."""
+        return int(np.bitwise_or.reduce(self.bits(units == 1)))
+
+
+def first_rows(layouts: Sequence[StagedLayout]) -> I64:
+    """The first row of each entry, counted from that of its move's first."""
+    rows: I64 = np.concatenate([x.row_start - x.row_start[0] for x in layouts])
+    return rows
+
+
+def span(layout: StagedLayout) -> tuple[int, int]:
+    """The lowest and the highest row, counted from the first entry's first."""
+    first = layout.row_start[0]
+    return int((layout.row_start - first).min()), int((layout.row_stop - first).max())
+
+
 class Entries:
     """What calls for the same planes and units have in common, whatever their rows.
 
@@ -144,29 +194,18 @@ class Entries:
     """
 
     def __init__(self, planes: Planes, layouts: Sequence[StagedLayout]) -> None:
-        plane = np.concatenate([x.plane for x in layouts])
-        first_unit = np.concatenate([x.first_unit for x in layouts])
-        units = np.concatenate([x.units for x in layouts])
-        move = np.repeat(np.arange(len(layouts)), [len(x.plane) for x in layouts])
-        self.order = np.lexsort((first_unit, plane)) if planes.neighbours_together else slice(None)
-        plane, first_unit, units, move = (column[self.order] for column in (plane, first_unit, units, move))
-        base, page_stride, row_stride, unit_stride, rows_per_page, unit_bytes = planes.words[plane].T[:6]
-        side_by_side = unit_stride == unit_bytes
-        bits = base | page_stride | first_unit * unit_stride
-        bits |= np.where(rows_per_page > 1, row_stride, 0) | np.where(side_by_side, 0, unit_stride)
-        self.unit_bytes = unit_bytes
-        self.run_bytes = np.where(side_by_side, units, 1) * unit_bytes
-        self.runs = np.where(side_by_side, 1, units)
-        self.longest = int(self.run_bytes.max())
-        self.bits = int(np.bitwise_or.reduce(bits | self.run_bytes))
-        several = np.where(units > 1, unit_stride, 0)
-        self.cell_bits = int(np.bitwise_or.reduce(base | page_stride | row_stride | several | first_unit * unit_stride))
-        """Of the cells' addresses, whatever a cell's bytes."""
-        self.beside = planes.beside(np.unique(plane).tolist())
-        self.words = np.zeros((len(plane), ENTRY), np.int64)
-        self.words[:, 0], self.words[:, 2], self.words[:, 3] = units, planes.at(plane), first_unit
-        self.of = move * len(planes.groups) + planes.group[plane]
-        """Which of the ``[moves, groups]`` an entry belongs to."""
+        self.side = side = Side([planes] * len(layouts), layouts)
+        units = np.concatenate([x.units for x in layouts]).astype(np.int64)
+        self.order = np.lexsort((side.first_unit, side.words[:, 0])) if planes.neighbours_together else slice(None)
+        side_by_side = side.unit_stride == side.unit_bytes
+        run_bytes = np.where(side_by_side, units, 1) * side.unit_bytes
+        self.longest = int(run_bytes.max())
+        self.bits = int(np.bitwise_or.reduce(side.bits(side_by_side) | run_bytes))
+        self.cell_bits = side.cell_bits(units)
+        self.run_bytes, self.runs = run_bytes[self.order], np.where(side_by_side, 1, units)[self.order]
+        self.words = np.zeros((len(units), ENTRY), np.int64)
+        self.words[:, 0], self.words[:, 2 : 2 + SIDE] = units[self.order], side.words[self.order]
+        self.of = side.of[self.order]
 
 
 class Pattern:
@@ -178,17 +217,14 @@ class Pattern:
     """
 
     def __init__(self, entries: Entries, layouts: Sequence[StagedLayout]) -> None:
-        starts = [x.row_start - x.row_start[0] for x in layouts]
-        stops = [x.row_stop - x.row_start[0] for x in layouts]
-        start = np.concatenate(starts)
-        rows = (np.concatenate(stops) - start)[entries.order]
+        rows = np.concatenate([x.row_stop - x.row_start for x in layouts])[entries.order]
         offset = np.concatenate([x.offset for x in layouts])
         self.entries = entries
         self.words = entries.words.copy()
         """The entries, as if every move's first row, page ids and part lay at 0."""
-        self.words[:, 1], self.words[:, 4], self.words[:, 6] = rows, start[entries.order], offset[entries.order]
-        self.spans = [(int(a.min()), int(b.max())) for a, b in zip(starts, stops, strict=True)]
-        """Per move the lowest and the highest row, counted from its first entry's first."""
+        self.words[:, 1], self.words[:, 6] = rows, offset[entries.order]
+        self.words[:, 4] = first_rows(layouts)[entries.order]
+        self.spans = [span(x) for x in layouts]
         self._offsets = int(np.bitwise_or.reduce(offset))
         self._bits = entries.bits | self._offsets
         self._pieces, self._cells = rows * entries.runs, rows * self.words[:, 0]
@@ -204,14 +240,14 @@ class Pattern:
 
     def shape_of_sums(self, tile_bytes: int) -> Shape:
         """The widest access that pages allow; a piece is one cell, however wide, and a program takes whole cells."""
-        unit_bytes = self.entries.unit_bytes
+        unit_bytes = self.entries.side.unit_bytes
         bits = self.entries.bits | int(np.bitwise_or.reduce(unit_bytes))
         shape = Shape.of_runs(bits, int(unit_bytes.max()), tile_bytes)
         return counted(evolve(shape, tiles=int((-(-self._cells // shape.pieces)).max())), self._cells)
 
     def shape_of_cells(self, cells: Cells, bits: int, tile_bytes: int) -> Shape:
         """Tiles of whole cells, which change; ``bits``: of addresses in staging, or'ed, or 0."""
-        aligned = cells.aligned(self.entries.cell_bits, bits | self._offsets, self.entries.beside)
+        aligned = cells.aligned(self.entries.cell_bits, bits | self._offsets, self.entries.side.beside)
         return counted(cells.shape(aligned, self._cells, tile_bytes), self._cells)
 
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
@@ -236,7 +272,7 @@ class Planes:
         self.groups = {g.id: (i, g.rows_per_page) for i, g in enumerate(site.groups)}
         self.group = np.array([self.groups[p.group][0] for p in site.planes], np.int64)
         self.conversions = site.conversions
-        rows = [self._words(pool, p, stored_bytes(site, i)) for i, p in enumerate(site.planes)]
+        rows = [self._words(pool, p, site.stored_bytes(i)) for i, p in enumerate(site.planes)]
         factors: list[int] = []
         for i, how in enumerate(site.conversions):
             if how is not None and how.scales is not None:

@@ -7,7 +7,7 @@ from .devices import spread
 from .events import All, CudaEvent, parts
 from .flag import Flag
 from .paged import Layout, PagedPool, new_buffer
-from .raw import U8, bytes_of, plane_view, stored_bytes
+from .raw import U8, bytes_of, plane_view
 from .soundness import check_memory
 
 __all__ = [
@@ -30,6 +30,5 @@ __all__ = [
     "parts",
     "plane_view",
     "spread",
-    "stored_bytes",
     "undisturbed",
 ]

@@ -34,20 +34,13 @@ def bytes_of(buffer: Buffer) -> U8:
     return np.asarray(_Exported(buffer))
 
 
-def stored_bytes(site: Site, plane: int) -> int:
-    """Bytes of a unit of one plane in memory, where it may wait for its conversion."""
-    where = site.planes[plane]
-    conversion = site.conversions[plane] if site.conversions else None
-    return site.spec.component(where.layer, where.component).unit_bytes if conversion is None else conversion.unit_bytes
-
-
 def plane_view(site: Site, buffers: Sequence[Buffer], plane: int) -> U8:
     """All cells of one plane as ``[pages, rows of a page, units, unit_bytes]`` uint8, strided over the memory."""
     where = site.planes[plane]
     group = site.group(where.group)
     units = sum(len(held) for held in site.shard.units(where.layer, where.component))
     return np.ndarray(
-        (group.pages, site.page_rows(where), units, stored_bytes(site, plane)),
+        (group.pages, site.page_rows(where), units, site.stored_bytes(plane)),
         np.uint8,
         bytes_of(buffers[where.buffer]),
         where.offset,

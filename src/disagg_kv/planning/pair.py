@@ -8,7 +8,6 @@ from functools import cached_property
 from attrs import field, frozen
 
 from ..geometry import Group, Plane, Share, Site
-from ..geometry.formats import conversion
 from .base import EVERY, PageCopy, RowRange, Segment
 from .cache import PlanCache
 from .staged import PartView, part_view
@@ -106,12 +105,6 @@ class PairPlan:
             GeometryError: the pool does not have the parts.
         """
         return part_view(self.target, self.parts).for_rows(self.rows)
-
-    @cached_property
-    def converts(self) -> str | None:
-        """The conversions between the two caches; None: there are none."""
-        pairs = {(how.source, how.target) for how in self.source.conversions if how is not None}
-        return ", ".join(conversion(*pair) for pair in sorted(pairs)) or None
 
     def page_copy(self, segment: Segment) -> PageCopy:
         """What goes from the writer's pages into the receiver's for a segment.

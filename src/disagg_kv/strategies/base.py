@@ -92,8 +92,8 @@ def exposes_pages(path: TransferPlanner) -> bool:
 
 def refusal(path: TransferPlanner, pair: PairPlan) -> str | None:
     """Why a path cannot move the parts of a pair: its own reason, or that no kernel of the writer converts them."""
-    if pair.converts is not None and path.mover == "direct":
-        return f"no kernel is on this path, but the cache is converted on the way ({pair.converts})"
+    if pair.source.converts is not None and path.mover == "direct":
+        return f"no kernel is on this path, but the cache is converted on the way ({pair.source.converts})"
     return path.refuse(pair)
 
 

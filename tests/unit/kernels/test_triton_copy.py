@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from disagg_kv.kernels import (
 )
 from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher, bits_of
-from disagg_kv.kernels.triton_kernels import OPS, Compiled, Launched
+from disagg_kv.kernels.triton_kernels import OPS, Compiled
 from disagg_kv.kernels.triton_shapes import shapes
 from disagg_kv.kernels.triton_tables import Planes
 from disagg_kv.memory import Buffer, MappedPool, PagedMemory, PagedPool
@@ -95,7 +96,7 @@ class Counted:
     def warmup(self, *args: object, **options: object) -> Compiled:
         raise AssertionError
 
-    def __getitem__(self, grid: tuple[int]) -> Launched:
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
         self.programs += grid
         return self.kernel[grid]
 

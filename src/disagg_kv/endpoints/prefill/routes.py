@@ -102,7 +102,7 @@ class Route:
         check_pages(site, self.view.layout(segment), tables)
         plan = self.path.send(Job(self.pair, segment, tables, self.tables))
         staged = plan.source if isinstance(plan, PageCopy) else plan
-        fits = not site.conversions if isinstance(staged, Writes) else staged.nbytes == transfer.nbytes
+        fits = site.converts is None if isinstance(staged, Writes) else staged.nbytes == transfer.nbytes
         if not isinstance(plan, kind) or not fits:
             planned = f"plans {type(plan).__name__}s for {segment}, which takes {wanted}"
             raise LocalProtocolError(f"path {self.path.name!r} {planned}")

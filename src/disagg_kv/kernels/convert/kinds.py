@@ -15,7 +15,7 @@ from ...geometry.formats import FLOATS
 from ...geometry.layout import Rule
 from ...memory import PagedMemory
 from ...planning import PageCopy, StagedLayout
-from ..base import Move, PageMove, converts
+from ..base import Move, PageMove
 from ..triton_kernels import OPS, Op, Tuning
 from ..triton_tables import Cells
 from .triton import convert
@@ -107,7 +107,7 @@ def split_copies(moves: Sequence[PageMove]) -> list[tuple[Kind | None, list[Page
     found: dict[Kind | None, list[PageMove]] = {}
     for move in moves:
         pool = move.source.pool
-        if not converts(pool):
+        if pool.site.converts is None:
             found.setdefault(None, []).append(move)
             continue
         source, target = move.copy.source, move.copy.target

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 
 import numpy as np
 
 from ...errors import DisaggKVError
 from ...memory import All, Buffer, Event, Flag, MemoryPool, PagedMemory
-from ..base import Checksums, Move, PageMove, PreparedGather, converts
+from ..base import Checksums, Move, PageMove, PreparedGather
 from ..checksum.mixing import U64
 from ..triton_copy_launch import CopyLauncher
 from ..triton_launch import Launcher, PreparedLaunch
@@ -46,31 +46,23 @@ class Launches:
 
     def __init__(self, programs: int | None) -> None:
         self._programs = programs
-        self._gather, self._scatter = launcher("gather", None), launcher("scatter", None)
+        self._gather, self.scatter = launcher("gather", None), launcher("scatter", None)
         self._copy, self._sum = _copier(None, programs), _summer(None)
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
         """Enqueue a gather behind ``after``; the event of its end."""
-        if not converts(pool):
+        if pool.site.converts is None:
             return self._gather(pool, moves, staging, after)
         parts = kinds_of(pool).split(moves)
         return beside([partial(launcher("gather", kind), pool, some, staging) for kind, some, _ in parts], after)
 
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
         """The same up to its launches; see :class:`..base.SupportsPreparing`."""
-        if not converts(pool):
+        if pool.site.converts is None:
             return self._gather.prepare(pool, moves, staging, moved=True)
         parts = kinds_of(pool).split(moves)
         found = _prepared(launcher("gather", kind).prepare(pool, some, staging, moved=True) for kind, some, _ in parts)
         return None if found is None else PreparedGathers(found)
-
-    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
-        """Enqueue a scatter; the event of its end."""
-        return self._scatter(pool, moves, staging)
-
-    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedLaunch | None:
-        """The same up to its launch."""
-        return self._scatter.prepare(pool, moves, staging)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag]) -> Event | None:
         """Enqueue a copy behind ``after``; the event of its end.
@@ -78,13 +70,13 @@ class Launches:
         Conversions raise no flags. Their launches follow one another, so that all of them together take no more of the
         GPU than one does.
         """
-        if not any(converts(move.source.pool) for move in moves):
+        if all(move.source.pool.site.converts is None for move in moves):
             return self._copy(moves, after, flags)
         return in_turn([partial(_copier(kind, self._programs), some) for kind, some in split_copies(moves)], after)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Enqueue the sums of cells, after their conversion, behind ``after``."""
-        if not converts(pool):
+        if pool.site.converts is None:
             return self._sum(pool, moves, after)
         parts = [(_summer(kind)(pool, some, after), masks) for kind, some, masks in kinds_of(pool).split(moves)]
         lengths = [len(move.layout.plane) for move in moves]
@@ -102,8 +94,8 @@ class Launches:
         """Compile what moves a pool; see :meth:`..base.SupportsWarmUp.warm`."""
         for kind, numbers in kinds_of(pool).planes():
             launcher("gather", kind).warm(pool, numbers)
-        if not converts(pool):
-            self._scatter.warm(pool)
+        if pool.site.converts is None:
+            self.scatter.warm(pool)
 
     def warm_checksum(self, pool: MemoryPool) -> None:
         """Compile the checksums of a pool; see :meth:`..base.SupportsWarmUp.warm_checksum`."""
@@ -138,18 +130,14 @@ class PreparedGathers:
 def _prepared(parts: Iterable[PreparedLaunch | None]) -> list[PreparedLaunch] | None:
     """All parts; None where one of them cannot be prepared, or there are none."""
     found: list[PreparedLaunch] = []
-    complete = False
-    try:
+    with ExitStack() as dropped:
         for part in parts:
             if part is None:
-                break
+                return None
+            dropped.callback(part.drop)
             found.append(part)
-        else:
-            complete = bool(found)
-    finally:
-        for part in () if complete else found:
-            part.drop()
-    return found if complete else None
+        dropped.pop_all()
+    return found or None
 
 
 def beside(launches: Iterable[Launch], after: Event | None) -> Event | None:
