@@ -15,18 +15,22 @@ from .. import arguments
 from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CONVERSION_NAMES, CacheSpec, PageTable, shard
 from ..ids import KV
-from ..memory import U8, Buffer, Event, Flag, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
+from ..memory import (
+    U8,
+    Buffer,
+    Event,
+    Flag,
+    MappedPool,
+    MemoryPool,
+    PagedMemory,
+    PagedPool,
+    bytes_of,
+    new_buffer,
+    wait_for,
+)
 from ..memory.flag import raise_flags
 from ..planning import PageCopy, StagedLayout
-from .base import (
-    Checksums,
-    Kernels,
-    Move,
-    PageMove,
-    Pages,
-    Prepared,
-    PreparedGather,
-)
+from .base import Checksums, Kernels, Move, PageMove, Pages, Prepared, PreparedGather
 from .checksum import cpu as checksum_cpu
 from .convert import pages as converted
 from .moves import cpu as moves_cpu
@@ -48,8 +52,7 @@ class ReferenceKernels:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
         from .moves import reference  # imports torch, which the NumPy kernels do without
 
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         reference.gather(pool, moves, staging)
         _finish(staging.device)
 
@@ -64,8 +67,7 @@ class ReferenceKernels:
         """Copy pages into pages; blocks until ``after`` has happened and the copy is done. raises no flags."""
         from .moves import reference
 
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         reference.copy(moves)
         for device in {move.target.pool.buffers[0].device for move in moves}:
             _finish(device)
@@ -74,8 +76,7 @@ class ReferenceKernels:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
         from .checksum import reference
 
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         sums = reference.checksum(pool, moves)
         return Checksums(None, lambda: sums)
 
@@ -95,8 +96,7 @@ class CpuKernels:
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         (converted if pool.site.converts else moves_cpu).gather(pool, moves, staging)
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
@@ -105,16 +105,14 @@ class CpuKernels:
 
     def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> None:
         """Copy pages into pages, in one pass; blocks until ``after`` has happened and the copy is done."""
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         for move in moves:
             (converted if move.source.pool.site.converts else cpu_copy).copy(move)
         raise_flags(flags)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         sums = (converted if pool.site.converts else checksum_cpu).checksum(pool, moves)
         return Checksums(None, lambda: sums)
 
@@ -269,8 +267,7 @@ def _try(kernels: Kernels) -> None:
         kernels.scatter(target, [move], staging),
         kernels.copy([straight], None),
     ):
-        if event is not None:
-            event.synchronize()
+        wait_for(event)
     expected = np.zeros_like(content)
     expected[64:128].reshape(4, 2, 8)[:, 1] = content[64:128].reshape(4, 2, 8)[:, 1]
     for pool in (target, peer):
@@ -286,8 +283,7 @@ def _try(kernels: Kernels) -> None:
 
 def _sum(kernels: Kernels, pool: MemoryPool, move: Move) -> int:
     sums = kernels.checksum(pool, [move], None)
-    if sums.event is not None:
-        sums.event.synchronize()
+    wait_for(sums.event)
     return int(sums.read()[0][0])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..geometry import I64
-from ..memory import Buffer, Event, MemoryPool
+from ..memory import Buffer, Event, MemoryPool, wait_for
 from .base import Move, PageMove
 from .checksum.mixing import U64
 from .triton_copies import CopyCall, CopyPatterns
@@ -30,8 +30,7 @@ class Interpreter:
         """Gather or scatter, once ``after`` has happened."""
         tuning = self._op.tuning
         call = Call(Planes(pool, tuning.neighbours_together), moves)
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         if call.entries:
             words = np.zeros(call.words, np.int64)
             shape = call.write(words, words.ctypes.data, staging.addr, tuning.tile_bytes, self._op.cells)
@@ -40,8 +39,7 @@ class Interpreter:
     def sums(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
         """Checksums, once ``after`` has happened; ``first``: the places of the first cells."""
         call = Call(Planes(pool), moves)
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         if not call.entries:
             return np.zeros(0, np.uint64)
         words = np.zeros(call.words + call.entries, np.int64)
@@ -55,8 +53,7 @@ class Interpreter:
         planes = {key: Planes(pool) for key, pool in pools.items()}
         patterns = CopyPatterns(self._op.tuning.tile_bytes, self._op.cells)
         call = CopyCall(moves, lambda pool: planes[id(pool)], patterns)
-        if after is not None:
-            after.synchronize()
+        wait_for(after)
         if call.entries:
             words = np.zeros(call.words, np.int64)
             call.write(words, words.ctypes.data)

@@ -4,7 +4,7 @@ from .base import Buffer, Event, MappedPool, Mark, MemoryPool, PagedMemory
 from .calling import undisturbed
 from .converted import ConvertedPool
 from .devices import spread
-from .events import All, CudaEvent, parts
+from .events import All, CudaEvent, parts, wait_for
 from .flag import Flag
 from .paged import Layout, PagedPool, new_buffer
 from .raw import U8, bytes_of, plane_view
@@ -31,4 +31,5 @@ __all__ = [
     "plane_view",
     "spread",
     "undisturbed",
+    "wait_for",
 ]

@@ -34,6 +34,12 @@ class All:
             event.synchronize()
 
 
+def wait_for(event: Event | None) -> None:
+    """Block until it has happened; None: it has."""
+    if event is not None:
+        event.synchronize()
+
+
 def parts(event: Event | None) -> Iterator[Event]:
     """The events that this event combines; empty for None."""
     if isinstance(event, All):
