@@ -105,7 +105,7 @@ def in_parts(by_triton: bool, scene: Scene, clock: Clock) -> Callable[[], None]:
         assert device is not None
         context = launcher._context(device)
         clock.end("look up the device")
-        call = launcher._write(context, moves, context.slots.take, ())
+        call = launcher._written(context, moves, ())
         assert call is not None
         clock.end("choose a stream, write the call's table")
         on, queue = call.stream.cuda_stream, context.queue

@@ -109,10 +109,10 @@ class CopyCall:
         self.entries = self.words = 0
         if not moves:
             return
-        ends = [(planes(m.source.pool), planes(m.target.pool)) for m in moves]
+        # Entries have the address of the planes' words.
+        self._ends = ends = [(planes(m.source.pool), planes(m.target.pool)) for m in moves]
         self._pattern = patterns.of(ends, moves)
         self.entries = len(self._pattern.words)
-        self.shape = self._pattern.shape
         self._ids = PageIds()
         self._places: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
         for (a, b), move, rows in zip(ends, moves, self._pattern.spans, strict=True):
@@ -121,13 +121,8 @@ class CopyCall:
                 places += self._ids.add(of, pages.tables, first, rows)
         self.words = self.entries * ENTRY + self._ids.words
 
-    def write(self, into: I64, at: int) -> None:
-        """Write the table.
-
-        Args:
-            into: at least ``words`` words.
-            at: the address at which the kernel will find what ``into`` holds now.
-        """
+    def write(self, into: I64, at: int) -> Shape:
+        """See :meth:`.triton_tables.Call.write`."""
         end = self.entries * ENTRY
         table = into[:end].reshape(self.entries, ENTRY)
         table[:] = self._pattern.words
@@ -135,3 +130,4 @@ class CopyCall:
             begins = np.array([(row, at + end * 8 + place * 4) for row, place in places], np.int64)
             table[:, word : word + 2] += begins[of]
         self._ids.write(into[end:])
+        return self._pattern.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -16,7 +16,6 @@ from .cuda_queue import Mark
 from .triton_copies import CopyCall, CopyPatterns
 from .triton_kernels import OPS, Op
 from .triton_launch import Host, LaunchContext, Written
-from .triton_slots import ArgumentSlot
 from .triton_tables import Planes
 
 INTERPRETED_PROGRAMS = 7
@@ -55,12 +54,16 @@ class CopyLauncher(Host):
         if device is None:
             return None
         if device == "cpu":
-            self._interpreter.copy(moves, self._programs or INTERPRETED_PROGRAMS, after)
+            pools = {id(pages.pool): pages.pool for move in moves for pages in (move.source, move.target)}
+            planes = {key: Planes(pool) for key, pool in pools.items()}
+            patterns = CopyPatterns(self._op.tuning.tile_bytes, self._op.cells)
+            call = CopyCall(moves, lambda pool: planes[id(pool)], patterns)
+            self._interpret(call, after, self._programs or INTERPRETED_PROGRAMS)
             raise_flags(flags)
             return None
         context = self._context(device)
-        call = self._write(context, moves, context.slots.take, flags)
-        return None if call is None else self._enqueue(call, after)
+        written = self._written(context, moves, flags)
+        return None if written is None else self._enqueue(written, after)
 
     def _enqueue(self, call: Written, after: Event | None) -> Mark:
         try:
@@ -82,27 +85,11 @@ class CopyLauncher(Host):
             return device
         return None
 
-    def _write(
-        self,
-        context: LaunchContext,
-        moves: Sequence[PageMove],
-        take: Callable[[int], ArgumentSlot | None],
-        flags: Sequence[Flag],
-    ) -> Written | None:
-        """A call's table in a slot; None: there is nothing to do, or no slot."""
+    def _written(self, context: LaunchContext, moves: Sequence[PageMove], flags: Sequence[Flag]) -> Written | None:
         stream = context.stream()
         with self._finding:
             call = CopyCall(moves, lambda pool: context.tables.of(pool, stream), self._patterns)
-        if not call.entries:
-            return None
-        slot = take(call.words)
-        if slot is None:
-            return None
-        call.write(slot.words, slot.addr)
-        total, bound = call.entries * call.shape.tiles, self._bound(context)
-        programs = min(total, bound)
-        full = programs == bound
-        return Written(context, stream, slot, call.words, call.entries, call.shape, programs, full, flags)
+        return self._write(context, stream, call, context.slots.take, self._bound(context), flags)
 
     def _bound(self, context: LaunchContext) -> int:
         if self._programs is not None:

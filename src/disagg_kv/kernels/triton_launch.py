@@ -7,20 +7,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import torch
 from attrs import define, evolve
 
 from ..errors import DisaggKVError, LocalProtocolError, RegistrationError
-from ..memory import Buffer, Event, Flag, MemoryPool, PagedMemory, parts
+from ..geometry import I64
+from ..memory import Buffer, Event, Flag, MemoryPool, PagedMemory, parts, wait_for
 from .base import Move
 from .cuda_queue import CudaQueue, Mark
+from .triton_copies import CopyCall
 from .triton_entry import Entry, entry_of
-from .triton_interpreter import Interpreter
 from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, Op, check_launcher
 from .triton_pool_tables import PoolTables
 from .triton_shapes import shapes
 from .triton_slots import ArgumentSlot, ArgumentSlots
-from .triton_tables import ENTRY, Call, Shape
+from .triton_tables import ENTRY, Call, Planes, Shape
 
 STREAMS = 4
 """Number of streams. Launches use them in turn: one that waits for its event delays only those behind it."""
@@ -107,7 +109,6 @@ class Host:
 
     def __init__(self, op: Op) -> None:
         self._op = op
-        self._interpreter = Interpreter(op)
         self._contexts: dict[str, LaunchContext] = {}
         self._lock = threading.Lock()
 
@@ -117,6 +118,41 @@ class Host:
             raise RegistrationError(
                 f"Triton is {'' if INTERPRETED else 'not '}interpreted here: no memory on {device!r}"
             )
+
+    def _interpret(self, call: Call | CopyCall, after: Event | None, most: int | None = None) -> I64:
+        """Run a call on the CPU's memory, with at most so many programs, once ``after`` has happened; its table."""
+        wait_for(after)
+        words = np.zeros(call.words, np.int64)
+        shape = call.write(words, words.ctypes.data) if call.entries else None
+        if shape is not None and shape.tiles:
+            total = call.entries * shape.tiles
+            arguments = torch.from_numpy(words), shape.tiles, total, *self._constants(shape)
+            # NumPy warns of what a conversion rounds to infinity, or of NaN.
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._op.kernel[(min(total, most or total),)](*arguments)
+        return words
+
+    def _write(
+        self,
+        context: LaunchContext,
+        stream: torch.cuda.Stream,
+        call: Call | CopyCall,
+        take: Callable[[int], ArgumentSlot | None],
+        most: int | None = None,
+        flags: Sequence[Flag] = (),
+    ) -> Written | None:
+        """A call's table in a slot; None: there is nothing to do, or no slot. ``most``: see :class:`Written`."""
+        slot = take(call.words) if call.entries else None
+        if slot is None:
+            return None
+        try:
+            shape = call.write(slot.words, slot.addr)
+        except Exception:
+            context.slots.give(slot, slot.event)
+            raise
+        total = call.entries * shape.tiles
+        programs, fills = (total, total >= FULL) if most is None else (min(total, most), total >= most)
+        return Written(context, stream, slot, call.words, call.entries, shape, programs, fills, flags)
 
     def _launch(self, call: Written, after: Event | None) -> Mark:
         """Bring a call's words to the GPU and launch behind ``after``; what ends when the kernel has ended.
@@ -229,9 +265,9 @@ class Launcher(Host):
         """
         context = self._context_of(pool, staging)
         if context is None:
-            self._interpreter.move(pool, moves, staging, after)
+            self._interpret_moved(pool, moves, staging, 0, after)
             return None
-        call = self._write(context, pool, moves, staging, context.slots.take)
+        call = self._written(context, pool, moves, staging, context.slots.take)
         return None if call is None else self._enqueue(call, after)
 
     def warm(self, pool: MemoryPool, numbers: Sequence[int] | None = None) -> None:
@@ -245,7 +281,7 @@ class Launcher(Host):
         context = self._context_of(pool, staging)
         if context is None:
             return PreparedLaunch(partial(self._interpret_moved, pool, moves, staging), lambda: None)
-        call = self._write(context, pool, moves, staging, context.slots.spare) if context.slots.may_prepare else None
+        call = self._written(context, pool, moves, staging, context.slots.spare) if context.slots.may_prepare else None
         if call is None:
             return None
         if not moved:
@@ -266,7 +302,7 @@ class Launcher(Host):
         self._check_device(device)
         return None if device == "cpu" else self._context(device)
 
-    def _write(
+    def _written(
         self,
         context: LaunchContext,
         pool: MemoryPool,
@@ -274,19 +310,11 @@ class Launcher(Host):
         staging: Buffer,
         take: Callable[[int], ArgumentSlot | None],
     ) -> Written | None:
-        """A call's table in a slot; None: there is nothing to do, or no slot."""
         stream = context.stream()
-        call = Call(context.tables.of(pool, stream), moves)
-        slot = take(call.words) if call.entries else None
-        if slot is None:
-            return None
-        try:
-            shape = call.write(slot.words, slot.addr, staging.addr, self._op.tuning.tile_bytes, self._op.cells)
-        except Exception:
-            context.slots.give(slot, slot.event)
-            raise
-        programs = call.entries * shape.tiles
-        return Written(context, stream, slot, call.words, call.entries, shape, programs, programs >= FULL)
+        return self._write(context, stream, self._call(context.tables.of(pool, stream), moves, staging), take)
+
+    def _call(self, planes: Planes, moves: Sequence[Move], staging: Buffer) -> Call:
+        return Call(planes, moves, self._op.tuning.tile_bytes, self._op.cells, staging.addr)
 
     def _enqueue(self, call: Written, after: Event | None) -> Mark:
         mark = self._launch(call, after)
@@ -309,7 +337,8 @@ class Launcher(Host):
     def _interpret_moved(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, base: int, after: Event | None
     ) -> None:
-        self._interpreter.move(pool, [evolve(move, base=move.base + base) for move in moves], staging, after)
+        moves = [evolve(move, base=move.base + base) for move in moves]
+        self._interpret(self._call(Planes(pool, self._op.tuning.neighbours_together), moves, staging), after)
 
 
 class PreparedLaunch:

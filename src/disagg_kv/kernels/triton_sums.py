@@ -9,11 +9,12 @@ from weakref import finalize
 import numpy as np
 import torch
 
+from ..geometry import I64
 from ..memory import Event, MemoryPool
 from .base import Checksums, Move
 from .checksum.mixing import U64, places
-from .triton_launch import FULL, Host, Written
-from .triton_tables import Call
+from .triton_launch import Host
+from .triton_tables import Planes, SumCall
 
 
 class ChecksumLauncher(Host):
@@ -39,23 +40,17 @@ class ChecksumLauncher(Host):
         begin = [places(pool.site, move.layout) for move in moves]
         first = np.concatenate([*begin, np.zeros(0, np.uint64)]).view(np.int64)
         if device == "cpu":
-            found = self._interpreter.sums(pool, moves, first, after)
+            call = self._call(Planes(pool), moves, first)
+            found = self._interpret(call, after)[call.sums].view(np.uint64)
             return Checksums(None, lambda: _split(found, lengths))
         context = self._context(device)
         stream = context.stream()
-        call = Call(context.tables.of(pool, stream), moves)
-        if not call.entries:
+        call = self._call(context.tables.of(pool, stream), moves, first)
+        written = self._write(context, stream, call, context.slots.take)
+        if written is None:
             return Checksums(None, lambda: begin)
-        sums = slice(call.words, call.words + call.entries)
-        slot = context.slots.take(sums.stop)
-        try:
-            shape = call.write_sums(slot.words, slot.addr, first, self._op.tuning.tile_bytes, self._op.cells)
-        except Exception:
-            context.slots.give(slot, slot.event)
-            raise
-        programs = call.entries * shape.tiles
-        launch = Written(context, stream, slot, sums.stop, call.entries, shape, programs, programs >= FULL)
-        mark = self._launch(launch, after)
+        slot, sums = written.slot, call.sums
+        mark = self._launch(written, after)
 
         def read() -> Sequence[U64]:
             # Enqueued with the launch, this copy can make the caller wait for the kernel. Here it waits for nothing.
@@ -66,6 +61,9 @@ class ChecksumLauncher(Host):
         # The sums may never be read. The slot comes back once they cannot be read any more.
         finalize(read, context.slots.give, slot, mark).atexit = False
         return Checksums(mark, read)
+
+    def _call(self, planes: Planes, moves: Sequence[Move], first: I64) -> SumCall:
+        return SumCall(planes, moves, self._op.tuning.tile_bytes, self._op.cells, first)
 
 
 def _split(found: U64, lengths: Sequence[int]) -> list[U64]:

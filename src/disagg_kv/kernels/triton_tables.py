@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import TypeVar
 
 import numpy as np
@@ -393,17 +395,23 @@ class PageIds:
 
 
 class Call:
-    """One call's table, counted before memory is found for it and then written.
+    """The table of a gather or scatter, counted before memory is found for it and then written.
 
     Args:
         planes: of the pool.
         moves: of the call; those without entries are left out.
+        tile_bytes: what one program shall move at once, a power of two.
+        cells: what changes on the way; None: bytes are copied, or summed, as they are.
+        staging: address of the staging buffer.
     """
 
-    def __init__(self, planes: Planes, moves: Sequence[Move]) -> None:
+    def __init__(
+        self, planes: Planes, moves: Sequence[Move], tile_bytes: int, cells: Cells | None = None, staging: int = 0
+    ) -> None:
         self._planes = planes  # entries have the address of their words
         self._moves = [m for m in moves if len(m.layout.plane)]
-        self.entries = 0
+        self._tile_bytes, self._cells, self._staging = tile_bytes, cells, staging
+        self.entries = self.words = 0
         if not self._moves:
             return
         self._pattern = planes.pattern([m.layout for m in self._moves])
@@ -417,48 +425,22 @@ class Call:
         """Per move and group: its first entry's first row, and the place of its page ids."""
         self.words = self.entries * ENTRY + self._ids.words
 
-    def write(self, into: I64, at: int, staging: int, tile_bytes: int, cells: Cells | None = None) -> Shape:
+    def write(self, into: I64, at: int) -> Shape:
         """Write the table.
 
         Args:
             into: at least ``words`` words.
             at: the address at which the kernels will find what ``into`` holds now.
-            staging: address of the staging buffer.
-            tile_bytes: what one program shall move, a power of two.
-            cells: what changes on the way; None: bytes are copied as they are.
 
         Raises:
             UnsupportedError: more than the kernels can count.
         """
-        bits = 0
-        for move in self._moves:
-            bits |= staging + move.base
-        self._fill(into, at, [staging + move.base for move in self._moves])
-        if cells is not None:
-            return self._pattern.shape_of_cells(cells, bits, tile_bytes)
-        return self._pattern.shape(bits, tile_bytes)
-
-    def write_sums(self, into: I64, at: int, places: I64, tile_bytes: int, cells: Cells | None = None) -> Shape:
-        """Write the table of a checksum, and a sum of 0 for every entry behind it.
-
-        Args:
-            into: at least ``words + entries`` words.
-            at: the address at which the kernels will find what ``into`` holds now.
-            places: of the first cell of every entry of every move, ``[entries]``.
-            tile_bytes: what one program shall read at once, a power of two.
-            cells: what changes before it is summed.
-
-        Raises:
-            UnsupportedError: more than the kernels can count.
-        """
-        self._fill(into, at, [0 for _ in self._moves])
-        into[self.words : self.words + self.entries] = 0
-        table = into[: self.entries * ENTRY].reshape(self.entries, ENTRY)
-        table[:, 6] = at + (self.words + np.arange(self.entries)) * 8
-        table[:, 7] = places
-        if cells is not None:
-            return self._pattern.shape_of_cells(cells, 0, tile_bytes)
-        return self._pattern.shape_of_sums(tile_bytes)
+        staged = [self._staging + move.base for move in self._moves]
+        self._fill(into, at, staged)
+        bits = reduce(or_, staged)
+        if self._cells is not None:
+            return self._pattern.shape_of_cells(self._cells, bits, self._tile_bytes)
+        return self._pattern.shape(bits, self._tile_bytes)
 
     def _fill(self, into: I64, at: int, staged: Sequence[int]) -> None:
         """Write the entries and the page ids, for parts that begin at these addresses."""
@@ -471,6 +453,35 @@ class Call:
         table[:] = self._pattern.words
         table[:, 4:7] += begins if len(begins) == 1 else begins[self._pattern.entries.of]
         self._ids.write(into[end:])
+
+
+class SumCall(Call):
+    """The table of a checksum, and a sum of 0 for every entry behind it.
+
+    Args:
+        planes, moves, tile_bytes, cells: see :class:`Call`.
+        places: of the first cell of every entry of every move, ``[entries]``.
+    """
+
+    def __init__(
+        self, planes: Planes, moves: Sequence[Move], tile_bytes: int, cells: Cells | None, places: I64
+    ) -> None:
+        super().__init__(planes, moves, tile_bytes, cells)
+        self._first = places
+        self.sums = slice(self.words, self.words + self.entries)
+        """The words of the sums."""
+        self.words += self.entries
+
+    def write(self, into: I64, at: int) -> Shape:
+        """See :meth:`Call.write`."""
+        self._fill(into, at, [0 for _ in self._moves])
+        into[self.sums] = 0
+        table = into[: self.entries * ENTRY].reshape(self.entries, ENTRY)
+        table[:, 6] = at + (self.sums.start + np.arange(self.entries)) * 8
+        table[:, 7] = self._first
+        if self._cells is not None:
+            return self._pattern.shape_of_cells(self._cells, 0, self._tile_bytes)
+        return self._pattern.shape_of_sums(self._tile_bytes)
 
 
 def columns_of(length: int, elements: int) -> int:

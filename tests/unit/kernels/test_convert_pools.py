@@ -194,7 +194,7 @@ def test_what_is_compiled_beforehand_is_what_conversions_take(case: Case) -> Non
 
         def cut(move: PageMove, kind: Kind = kind, patterns: CopyPatterns = patterns) -> object:
             (some,) = dict(split_copies([move]))[kind]
-            return CopyCall([some], lambda pool: known_planes[id(pool)], patterns).shape.constants
+            return CopyCall([some], lambda pool: known_planes[id(pool)], patterns)._pattern.shape.constants
 
         bits = bits_of(source, target)
         copied = {one.constants for one in shapes(planes, source, 1 << 15, cells, bits, numbers=numbers)}
@@ -202,8 +202,8 @@ def test_what_is_compiled_beforehand_is_what_conversions_take(case: Case) -> Non
             copy = plans.page_copy(Segment(start, stop, 0, 2))
             move = Move(copy.source, tables, 256)
             (some,) = next(of for found, of, _ in kinds_of(source).split([move]) if found == kind)
-            call = Call(planes, [some])
-            shape = call.write(np.zeros(call.words, np.int64), 0, 1 << 20, 8192, cells)
+            call = Call(planes, [some], 8192, cells, 1 << 20)
+            shape = call.write(np.zeros(call.words, np.int64), 0)
             assert shape.constants in known, (kind, start, stop)
             assert cut(PageMove(copy, Pages(source, tables), Pages(target, tables))) in copied
 

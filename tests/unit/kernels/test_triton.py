@@ -17,7 +17,7 @@ from disagg_kv.errors import LocalProtocolError, RegistrationError, UnsupportedE
 from disagg_kv.geometry import CacheSpec, PageTable, elect, shard
 from disagg_kv.kernels import KERNELS, Move, SupportsPreparing, SupportsStreams, SupportsWarmUp, kernels_for
 from disagg_kv.kernels.triton_shapes import shapes
-from disagg_kv.kernels.triton_tables import Call, Planes
+from disagg_kv.kernels.triton_tables import Call, Planes, SumCall
 from disagg_kv.memory import Buffer, Layout, PagedPool
 from disagg_kv.planning import PartView, Segment
 from tests.support.checksums import cell_sum, expected_sums
@@ -218,15 +218,16 @@ def test_what_is_compiled_for_a_pool_is_what_any_gather_and_checksum_take(
     """Any widths, strides, gaps and units, wherever the parts lie in staging."""
     pool, _, moves, staging = case
     planes, at = Planes(pool), staging.ctypes.data
-    call = Call(planes, moves)
+    call = Call(planes, moves, 4096, None, at)
     if call.entries:
-        into = np.zeros(call.words + call.entries, np.int64)
+        sums = SumCall(planes, moves, 4096, None, np.zeros(call.entries, np.int64))
+        into = np.zeros(sums.words, np.int64)
         places = [at + move.base + offset for move in moves for offset in (0, *move.layout.offset.tolist())]
         parts = int(np.bitwise_or.reduce(np.array(places)))
         known = {one.constants for one in shapes(planes, pool, 4096, None, parts)}
-        assert call.write(into, 0, at, 4096).constants in known
+        assert call.write(into, 0).constants in known
         known = {one.constants for one in shapes(planes, pool, 4096, single=True)}
-        assert call.write_sums(into, 0, np.zeros(call.entries, np.int64), 4096).constants in known
+        assert sums.write(into, 0).constants in known
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -251,8 +252,8 @@ def test_what_is_compiled_beforehand_is_what_requests_take(layout: Layout) -> No
                 )
                 for at in (0, 1 << 20)
             ]
-            call = Call(planes, moves)
-            shape = call.write(np.zeros(call.words, np.int64), 1 << 12, 1 << 20, 4096)
+            call = Call(planes, moves, 4096, None, 1 << 20)
+            shape = call.write(np.zeros(call.words, np.int64), 1 << 12)
             assert shape.constants in known, (units, rows)
 
 
@@ -266,9 +267,8 @@ def test_what_is_compiled_beforehand_is_what_checksums_take() -> None:
     for units in range(1, 9):
         for start, stop in ((0, 1), (3, 5), (3, 10), (0, 16), (1, 101)):
             layout = staged_layout([(plane, 8 - units, units, start, stop, 0) for plane in range(6)], 1)
-            call = Call(planes, [Move(layout, table, 0), Move(layout, table, 0)])
-            into, places = np.zeros(call.words + call.entries, np.int64), np.arange(call.entries)
-            assert call.write_sums(into, 1 << 12, places, 4096).constants in known, (units, start, stop)
+            call = SumCall(planes, [Move(layout, table, 0), Move(layout, table, 0)], 4096, None, np.arange(12))
+            assert call.write(np.zeros(call.words, np.int64), 1 << 12).constants in known, (units, start, stop)
 
 
 def test_kernels_are_ready_before_the_first_request_and_wait_for_no_event_where_they_are_interpreted() -> None:

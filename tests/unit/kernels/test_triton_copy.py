@@ -179,7 +179,7 @@ def test_calls_that_differ_in_their_rows_share_a_pattern_and_pools_do_not() -> N
 
     def pattern(into: PagedPool, rows: tuple[int, int]) -> object:
         call = CopyCall([_move(source, into, rows)], lambda pool: found[id(pool)], known)
-        assert (call.entries, call.shape.tiles) == (2, 1)
+        assert (call.entries, call._pattern.shape.tiles) == (2, 1)
         return call._pattern
 
     first = pattern(target, (0, 4))
@@ -206,7 +206,7 @@ def test_what_is_compiled_for_two_pools_is_what_any_copy_between_them_takes(case
     known = shapes(Planes(case.source), case.source, 1 << 12, None, bits_of(case.source, case.target))
     call = CopyCall(case.moves, lambda pool: found[id(pool)], CopyPatterns(1 << 12))
     if call.entries:
-        assert call.shape.constants in {one.constants for one in known}
+        assert call._pattern.shape.constants in {one.constants for one in known}
 
 
 def test_what_is_compiled_for_a_pool_is_what_copies_into_any_peer_s_take() -> None:
@@ -226,7 +226,7 @@ def test_what_is_compiled_for_a_pool_is_what_copies_into_any_peer_s_take() -> No
         for rows in (1, 5, 16, 300):
             sides = [staged_layout([(0, first, units, 3, 3 + rows, 0)], 1) for first in (8 - units, 0)]
             move = PageMove(PageCopy(*sides), Pages(pools[0], tables), Pages(pools[1], tables))
-            shape = CopyCall([move], lambda pool: found[id(pool)], call_patterns).shape
+            shape = CopyCall([move], lambda pool: found[id(pool)], call_patterns)._pattern.shape
             assert shape.constants in known
 
 
