@@ -141,7 +141,10 @@ class Host:
         most: int | None = None,
         flags: Sequence[Flag] = (),
     ) -> Written | None:
-        """A call's table in a slot; None: there is nothing to do, or no slot. ``most``: see :class:`Written`."""
+        """A call's table in a slot; None: there is nothing to do, or no slot.
+
+        ``most``: programs of the launch; None: one for each tile.
+        """
         slot = take(call.words) if call.entries else None
         if slot is None:
             return None
