@@ -51,8 +51,11 @@ class Driver(Protocol):
         ...
 
 
-class Entry(Protocol):
-    """Launches one compiled kernel."""
+@frozen
+class TritonEntry:
+    """By Triton's launcher."""
+
+    compiled: Compiled
 
     def __call__(
         self, driver: Driver, stream: int, programs: int, values: tuple[int, int, int], constants: tuple[object, ...]
@@ -66,19 +69,6 @@ class Entry(Protocol):
             values: the kernel's arguments: the address of its table, and two integers of 32 bits.
             constants: those that follow.
         """
-        ...
-
-
-@frozen
-class TritonEntry:
-    """By Triton's launcher."""
-
-    compiled: Compiled
-
-    def __call__(
-        self, driver: Driver, stream: int, programs: int, values: tuple[int, int, int], constants: tuple[object, ...]
-    ) -> None:
-        """See :class:`Entry`."""
         grid = programs, 1, 1, stream, self.compiled.function, self.compiled.packed_metadata
         self.compiled.run(*grid, None, None, None, *values, *constants)
 
@@ -102,9 +92,13 @@ class DriverEntry:
     def __call__(
         self, driver: Driver, stream: int, programs: int, values: tuple[int, int, int], constants: tuple[object, ...]
     ) -> None:
-        """See :class:`Entry`."""
+        """See :class:`TritonEntry`."""
         all_values = *values, *(0,) * self.more
         driver.launch(self.compiled.function, programs, self.threads, self.shared, stream, all_values)
+
+
+Entry = TritonEntry | DriverEntry
+"""Launches one compiled kernel."""
 
 
 def entry_of(compiled: Compiled, driver: Driver) -> Entry:
