@@ -120,7 +120,7 @@ class Host:
             )
 
     def _interpret(self, call: Call | CopyCall, after: Event | None, most: int | None = None) -> I64:
-        """Run a call on the CPU's memory, with at most so many programs, once ``after`` has happened; its table."""
+        """Run a call on the CPU's memory, with at most ``most`` programs, once ``after`` has happened; its table."""
         wait_for(after)
         words = np.zeros(call.words, np.int64)
         shape = call.write(words, words.ctypes.data) if call.entries else None
