@@ -30,7 +30,7 @@ LATE = Generation(5)
 Answers = dict[type[RoomFrame], type[RoomFrame]]
 REFUSES: Answers = {f.Expect: f.Abort, f.Abort: f.Drained}
 PARKS: Answers = {f.Expect: f.Expected, f.Abort: f.Drained}
-ACKNOWLEDGES: Answers = {f.Abort: f.AbortAck, f.Drained: f.DrainedAck}
+ACKNOWLEDGES: Answers = {f.Abort: f.Abort, f.Drained: f.DrainedAck}
 ANSWERS: dict[tuple[str, Absent | RoomOutcome], Answers] = {
     ("prefill", Absent.OPEN): PARKS,
     ("prefill", Absent.NEW): PARKS,
@@ -48,7 +48,7 @@ ANSWERS: dict[tuple[str, Absent | RoomOutcome], Answers] = {
 }
 """By role and state: the answer to a frame; other frames get none."""
 MET: dict[str, set[type[RoomFrame]]] = {
-    "prefill": {f.Queued, f.Grant, f.Landed, f.Complete, f.AbortAck, f.DrainedAck, f.Returned, f.Expect, f.Abort},
+    "prefill": {f.Queued, f.Grant, f.Landed, f.Complete, f.DrainedAck, f.Returned, f.Expect, f.Abort},
     "decode": {f.Expected, f.StagingRequest, f.Return, f.ChunkReady, f.Done, f.Drained, f.Abort},
 }
 """The frames that each role gets."""

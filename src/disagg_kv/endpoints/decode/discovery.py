@@ -11,7 +11,7 @@ Every method that may let rooms leave returns them. The caller checks that they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -19,13 +19,14 @@ from typing import TypeAlias
 
 from attrs import define, field, frozen
 
-from ...core import KnownPeer, RoomKey
+from ...core import RoomKey
 from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
 from ...ids import Epoch
 from ...rendezvous import Source
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
 from ..peers.handshake import RemoteEndpoint
+from ..peers.session import PeerSession
 from .room import DecodeRoom
 
 
@@ -66,7 +67,7 @@ class PrefillInstance:
     pause_s: float = 0.0
     error: DisaggKVError | None = None
     waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
-    held: list[KnownPeer] = field(factory=list)
+    held: list[PeerSession] = field(factory=list)
 
     def fail(self, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
         """No room that waits can begin, as the rank at ``address`` is not there. The addresses are asked for again."""
@@ -81,12 +82,14 @@ class Discovery:
 
     Attributes:
         unmet: by source, rooms that failed before their prefill ranks were known.
+        untold: those of which a rank has to learn that, in order: a room that failed earlier comes first.
     """
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._instances: dict[Source, PrefillInstance] = {}
         self.unmet: dict[Source, dict[RoomKey, DecodeRoom]] = {}
+        self.untold: dict[tuple[RoomKey, Epoch], DecodeRoom] = {}
 
     def add(self, room: DecodeRoom) -> Sequence[Outcome]:
         """A room waits from now on."""
@@ -107,20 +110,22 @@ class Discovery:
         if unmet.pop(room.key, None) is not None and not unmet:
             del self.unmet[room.source]
 
-    def uninformed(self, *sources: Source) -> Iterator[tuple[DecodeRoom, Epoch]]:
-        """Rooms of these sources that failed before their prefill ranks were known, with ranks that do not know that.
+    def inform(self, *sources: Source) -> None:
+        """Rooms of these sources failed before their prefill ranks were known: ranks that do not know that learn it.
 
-        The ranks are there, or cannot work with us. Who has learned of a room has learned of all earlier ones of the
-        source, so no room costs more because of them.
+        The ranks are there, or cannot work with us. Who learns of a room learns of all earlier ones of the source, so
+        no room costs more because of them.
         """
         loop = self._loop
         for source in sources:
-            there = [remote.epoch for remote in loop.remotes.values() if remote.hello.instance == source.instance]
+            there = [one.epoch for one in loop.all_there() if one.hello.instance == source.instance]
             useless = (loop.peers.useless_at(address, loop.now) for address in loop.directory.known(source) or ())
             for epoch in [*there, *filter(None, useless)]:
-                rooms = takewhile(partial(_not_informed, epoch), reversed(self.unmet[source].values()))
-                for room in reversed(list(rooms)):
-                    yield room, epoch
+                rooms = list(takewhile(partial(self._uninformed, epoch), reversed(self.unmet[source].values())))
+                self.untold.update({(room.key, epoch): room for room in reversed(rooms)})
+
+    def _uninformed(self, epoch: Epoch, room: DecodeRoom) -> bool:
+        return epoch not in room.machine.writers and (room.key, epoch) not in self.untold
 
     def tick(self) -> Sequence[Outcome]:
         """Ask the rendezvous again where that is due. Instances that no room waits for are forgotten."""
@@ -181,18 +186,14 @@ class Discovery:
 
     def _hold(self, instance: PrefillInstance) -> None:
         """The ranks that are connected stay so while rooms wait for the others."""
-        peers, now = self._loop.peers, self._loop.now
-        held = {peer.epoch for peer in instance.held}
         for address in instance.addresses or ():
-            epoch = peers.at(address)
-            if epoch is not None and epoch not in held and (peer := peers.use(epoch, now)) is not None:
-                instance.held.append(peer)
+            if (epoch := self._loop.peers.at(address)) is not None:
+                self._loop.use(epoch, instance.held)
 
     def _let_go(self, instance: PrefillInstance) -> None:
         """The same is over once no room waits."""
         if not instance.waiting:
-            while instance.held:
-                self._loop.peers.release(instance.held.pop())
+            self._loop.release(instance.held)
 
     def _not_found(self, room: DecodeRoom) -> PeerLostError:
         """The error of a room that waited for its whole ``silence_s``."""
@@ -220,13 +221,13 @@ class Discovery:
         instance.addresses = loop.directory.known(source)
         return self._ready(instance)
 
-    def _ranks(self, source: Source) -> list[KnownPeer]:
+    def _ranks(self, source: Source) -> list[PeerSession]:
         """The ranks of an instance at the addresses that the rendezvous gave last; none unless all are connected.
 
         A rank whose connection is broken may have ended, and another instance may have taken its address: then the
         rendezvous is asked first.
         """
-        ranks: list[KnownPeer] = []
+        ranks: list[PeerSession] = []
         for rank, address in enumerate(self._loop.directory.known(source) or ()):
             peer = self._loop.peers.addresses.get(address)
             if (
@@ -241,9 +242,8 @@ class Discovery:
 
     def _ready(self, instance: PrefillInstance) -> list[Outcome]:
         """The rooms that wait, once all ranks are connected."""
-        epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
-        remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
-        ready = tuple(remote for remote in remotes if remote is not None)
+        there = [self._loop.peers.addresses.get(address) for address in instance.addresses or ()]
+        ready = tuple(one.remote for one in there if one is not None and not one.lost and one.remote is not None)
         if not instance.addresses or len(ready) < len(instance.addresses):
             self._hold(instance)
             return []
@@ -289,7 +289,3 @@ def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:
         if remote.shards != first.shards:
             others = IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
             raise others.about(**hello.who)
-
-
-def _not_informed(epoch: Epoch, room: DecodeRoom) -> bool:
-    return epoch not in room.machine.writers

@@ -14,7 +14,7 @@ from ...memory import MemoryPool
 from ...planning import RowRange
 from ...strategies import exposes_pages
 from ..loop.event_loop import EventLoop
-from .path_choice import PathChoice, PathChooser
+from .path_choice import UNSAID, PathChoice, PathChooser
 from .room import DecodeRoom
 
 log = logging.getLogger("disagg_kv")
@@ -66,7 +66,8 @@ class PendingExpectations:
         wanted, plans = room.wanted, room.plans
         assert wanted is not None
         assert plans is not None
-        asked = room.remotes, plans, plans.rotation(room.key.room), RowRange(wanted.start, wanted.stop)
+        said = tuple(UNSAID if one.unmapped is None else one.unmapped for one in room.used)
+        asked = room.remotes, said, plans, plans.rotation(room.key.room), RowRange(wanted.start, wanted.stop)
         choice = self._chooser.choose(*asked)
         if not exposes_pages(choice.path):
             return choice, None

@@ -47,9 +47,10 @@ from ...transports import Settled, WriteEnded
 from ..arrivals import Arrivals
 from ..handle import ChangeQueue
 from ..loop.event_loop import EventLoop
+from ..loop.timing import Budget
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
-from ..peers.session import UsedPeers
+from ..peers.session import PeerSession
 from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
 from .expecting import PendingExpectations
@@ -91,8 +92,7 @@ class DecodeSide:
         self._queue = queue
         self._exposed = exposed
         self._changes = changes
-        self._chooser = PathChooser(loop.me)
-        self._expectations = PendingExpectations(loop, pool, self._chooser, verify)
+        self._expectations = PendingExpectations(loop, pool, PathChooser(loop.me), verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
@@ -103,18 +103,17 @@ class DecodeSide:
         self._touched: dict[DecodeRoom, None] = {}
         self._handling = False
         self._arrivals = Arrivals(loop, self._receipts.send)
-        self._lingering: set[RoomKey] = set()
+        self._found: deque[Found | Unreachable] = deque()
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
-        self._used = UsedPeers(loop.peers)
         self.flags = RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
         self._lively_at = 0.0
         self.quarantined = 0
 
     @property
     def open_rooms(self) -> int:
-        """Rooms that are not forgotten yet; of those that failed because prefill was not found, nothing is awaited."""
-        return len(self._rooms) - len(self._lingering)
+        """Rooms that are not forgotten yet; of those that failed before prefill was found, nothing is awaited."""
+        return len(self._rooms) - sum(map(len, self._discovery.unmet.values()))
 
     def inspect(self) -> DecodeInspection:
         """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
@@ -159,24 +158,52 @@ class DecodeSide:
     # Finding prefill.
 
     def _take_found(self, outcomes: Sequence[Found | Unreachable]) -> None:
-        for outcome in outcomes:
-            room = outcome.room
-            if self._rooms.get(room.key) is not room:
-                continue
-            if isinstance(outcome, Unreachable):
-                if room.machine.error is None:
-                    self._handle(room, Lost(Epoch(b""), outcome.error))
-                self._lingering.add(room.key)  # the ranks that come all the same learn that it has failed
-                continue
-            if (error := room.machine.error) is not None:
-                self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
-                continue
+        self._found += outcomes
+        self._meet()
+
+    def _meet(self) -> bool:
+        """Ranks learn of rooms that failed before they were known; then rooms begin, or fail, by what was found.
+
+        As many as a step allows; True: more are left.
+        """
+        budget = self._loop.budget()
+        self._tell(budget)
+        while self._found and budget.take():
+            self._end_search(self._found.popleft())
+        return bool(self._found or self._discovery.untold)
+
+    def _tell(self, budget: Budget) -> None:
+        untold = self._discovery.untold
+        while untold and budget.take():
+            key, epoch = next(iter(untold))
+            self._inform(untold.pop((key, epoch)), epoch)
+
+    def _inform(self, room: DecodeRoom, epoch: Epoch) -> None:
+        """A prefill rank that is there, or cannot work with us, learns of a room that failed before it was known."""
+        if epoch not in room.machine.writers:
+            self._handle(room, Met(epoch))
+
+    def _end_search(self, outcome: Found | Unreachable) -> None:
+        room = outcome.room
+        if self._rooms.get(room.key) is not room:
+            return
+        if isinstance(outcome, Unreachable):
+            # If it has failed already, the ranks that come all the same learn that.
+            if room.machine.error is None:
+                self._handle(room, Lost(Epoch(b""), outcome.error))
+        elif (error := room.machine.error) is not None:
+            for remote in outcome.remotes:
+                self._inform(room, remote.epoch)
+            self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
+        elif any(self._loop.there(remote.epoch) is None for remote in outcome.remotes):
+            self._found += self._discovery.add(room)
+        else:
             try:
                 check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
             except QuarantineFullError as exc:
                 self._handle(room, Cancel(exc))
-                continue
-            self._introduce(room, outcome.remotes)
+            else:
+                self._introduce(room, outcome.remotes)
 
     def _introduce(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> None:
         """Begin a room with its prefill ranks."""
@@ -185,31 +212,26 @@ class DecodeSide:
         if writers not in self._plans:
             self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
         room.plans = self._plans[writers]
-        sessions = [self._loop.sessions.get(epoch) for epoch in writers]
-        pace = next((one.pace for one in sessions if one is not None and one.pace is not None), None)
         for epoch in writers:
-            self._used.use(epoch, room.key, self._loop.now)
+            self._loop.use(epoch, room.used)
+        pace = next((one.pace for one in room.used if one.pace is not None), None)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
         self._handle(room, Introduced(writers, intake, pace, self.flags.issue(room)))
         if room.wanted is not None:
             self._expectations.add(room)
             self._ask()
 
-    def _inform(self, *sources: Source) -> None:
-        """Prefill ranks that are there, or cannot work with us, learn which rooms failed before they were known."""
-        for room, epoch in self._discovery.uninformed(*sources):
-            self._handle(room, Met(epoch))
-
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._take_found(self._discovery.on_answer(answer))
 
-    def on_up(self, remote: RemoteEndpoint) -> None:
+    def on_up(self, session: PeerSession) -> None:
         """A prefill rank is connected."""
-        self._queue.connect(remote.epoch)
-        self._queue.resume(remote.epoch)
-        self._inform(*self._discovery.unmet)
-        self._take_found(self._discovery.on_up(remote.hello.address))
+        session.gone = False
+        self._queue.connect(session.epoch)
+        self._queue.resume(session.epoch)
+        self._discovery.inform(*self._discovery.unmet)
+        self._take_found(self._discovery.on_up(session.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:
         """A peer greets again: it may have lost this endpoint, and have failed rooms that wait here."""
@@ -218,7 +240,7 @@ class DecodeSide:
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """A prefill rank cannot be connected: rooms that wait for it fail, and it learns that."""
-        self._inform(*self._discovery.unmet)
+        self._discovery.inform(*self._discovery.unmet)
         self._take_found(self._discovery.on_unreachable(address, error))
 
     def on_lost(self, lost: Lost) -> None:
@@ -228,22 +250,21 @@ class DecodeSide:
             self._handle(room, lost)
         self._forget(lost.peer)
 
-    def forget(self, epoch: Epoch) -> None:
+    def forget(self, session: PeerSession) -> None:
         """Nothing is kept of a rank that is not there."""
-        self._forget(epoch)
-        self.flags.page.forget(epoch)
+        self._forget(session.epoch)
+        self.flags.page.forget(session)
 
     def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
-        self._chooser.forget(epoch)
         for writers in [w for w in self._plans if epoch in w]:
             del self._plans[writers]
 
-    def on_gone(self, epoch: Epoch) -> None:
+    def on_gone(self, session: PeerSession) -> None:
         """Evidence: it writes nothing more."""
-        for room in self._with(epoch):
-            self._handle(room, Gone(epoch))
-        self.flags.page.gone(epoch)
+        for room in self._with(session.epoch):
+            self._handle(room, Gone(session.epoch))
+        self.flags.page.gone(session)
 
     def _with(self, epoch: Epoch) -> list[DecodeRoom]:
         return [r for r in self._rooms.values() if epoch in r.machine.writers]
@@ -254,8 +275,8 @@ class DecodeSide:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
         room = self._rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
-        if isinstance(frame, Done | Expected) and epoch in self._loop.remotes:
-            self._learn(epoch, frame)
+        if isinstance(frame, Done | Expected) and (session := self._loop.there(epoch)) is not None:
+            self._learn(session, frame)
         if room is not None and epoch in room.machine.writers:
             try:
                 self._handle(room, frame)
@@ -267,12 +288,12 @@ class DecodeSide:
         else:
             self._loop.observer.count("frames.not_a_writer")
 
-    def _learn(self, epoch: Epoch, frame: Done | Expected) -> None:
+    def _learn(self, session: PeerSession, frame: Done | Expected) -> None:
         """What later rooms ask a prefill rank for; its own room may have ended already."""
         if isinstance(frame, Expected):
             if frame.unmapped is not None:
-                self._chooser.said(epoch, frame.unmapped)
-        elif frame.pace is not None and (session := self._loop.sessions.get(epoch)) is not None:
+                session.unmapped = frame.unmapped
+        elif frame.pace is not None:
             session.pace = frame.pace
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
@@ -352,7 +373,8 @@ class DecodeSide:
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
             self._discovery.unmet.setdefault(room.source, {})[room.key] = room
-            self._inform(room.source)
+            self._discovery.inform(room.source)
+            self._tell(self._loop.budget())
         if vote.ok and room.handle.report.placed is None:
             room.handle.report.placed = self._loop.clock()
         self._loop.vote(room.key, vote.ok, vote.reason)
@@ -385,14 +407,16 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Take in flags, finish scatters, start those that are due, and prepare one that follows."""
-        raised = self._take_flags()
+        more = self._take_flags()
+        if self._found or self._discovery.untold:
+            more |= self._meet()
         if self._receipts.waiting:
             self._receipts.flush()
         if self._expectations:
             self._ask()
         scatters = self._scatters
         if not scatters.active:
-            return raised or bool(self._expectations)
+            return more or bool(self._expectations)
         if not self._loop.may_copy(scatters.queues):
             return True
         budget = self._loop.budget()
@@ -404,7 +428,7 @@ class DecodeSide:
         if self._receipts.waiting:
             self._receipts.flush()
         scatters.prepare_one()
-        return raised or scatters.waits or budget.spent or bool(self._expectations)
+        return more or scatters.waits or budget.spent or bool(self._expectations)
 
     def _take_flags(self) -> bool:
         raised = self.flags.look()
@@ -435,10 +459,9 @@ class DecodeSide:
         else:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
-            self._used.forget(room.key)
+            self._loop.release(room.used)
             self.flags.ended(room)
             self._discovery.forget(room)
-            self._lingering.discard(room.key)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
             if self._loop.observed:
@@ -458,7 +481,7 @@ class DecodeSide:
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in tuple(self._queue.active):
-                if epoch not in self._loop.remotes or peers.lively(epoch, now):
+                if self._loop.there(epoch) is None or peers.lively(epoch, now):
                     self._queue.resume(epoch)
                 else:
                     self._queue.suspend(epoch)
@@ -485,9 +508,9 @@ class DecodeSide:
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._queue.check_integrity()
-        self.flags.check_integrity(self._rooms.values())
+        self.flags.check_integrity(self._rooms.values(), self._loop.peers.all())
         unmet = {key for rooms in self._discovery.unmet.values() for key in rooms}
-        assert self._lingering <= unmet <= self._rooms.keys()
+        assert unmet <= self._rooms.keys()
         for room in self._rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()

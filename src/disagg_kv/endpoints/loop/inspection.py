@@ -7,14 +7,12 @@ and change with each step. Read them on the thread that steps the endpoint, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 
 from attrs import frozen
 
 from ...core import PeerTable, Verdict
-from ...ids import Epoch
-from ..peers.handshake import RemoteEndpoint
-from ..peers.session import Sessions
+from ..peers.session import PeerSession, Sessions
 from .ranks import InstanceRanks
 
 
@@ -26,7 +24,6 @@ class LoopInspection:
         commands: of the engine, that no step has run yet.
         frames: and other events of the channel, that no step has handled yet.
         peers: the incarnations that are known, also those that are lost.
-        remotes: the endpoints of the other side to which rooms may be bound.
         sessions: the memory that waits for evidence about each peer.
         verdict: of the ranks of this instance on how each room ends.
         ranks: the other ranks of this instance, and whether another incarnation has the place of this one.
@@ -34,8 +31,7 @@ class LoopInspection:
 
     commands: Sized
     frames: Sized
-    peers: PeerTable
-    remotes: Mapping[Epoch, RemoteEndpoint]
+    peers: PeerTable[PeerSession]
     sessions: Sessions
     verdict: Verdict
     ranks: InstanceRanks

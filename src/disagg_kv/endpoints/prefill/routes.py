@@ -13,7 +13,7 @@ from ...core.wire.frames import Expect, WirePace, wire_pace
 from ...core.wire.page_runs import tables_from_wire
 from ...errors import ConfigurationError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...geometry import shards_as
-from ...ids import Epoch, Rank, RoomId, room_name
+from ...ids import Rank, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
 from ...planning import (
     UNLIMITED,
@@ -47,6 +47,7 @@ from ...transports import Flags, Lane
 from ..cached_prefix import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
+from ..peers.session import PeerSession
 from .read_pools import ReadPools
 
 P = TypeVar("P", Writes, StagedLayout, PageCopy)
@@ -119,9 +120,7 @@ class Router:
         paths: those that are known here.
         schedule: when rows cross.
         pace: how fast this rank is over a lane; None: nothing was measured yet.
-        mapping: the pool of a decode rank, as it is mapped here.
         request_pages: see :class:`~disagg_kv.core.Options`.
-        lane: what carries writes to a decode rank.
         verify: how many segments this side wants compared.
     """
 
@@ -133,14 +132,10 @@ class Router:
         schedule: Schedule,
         paths: Iterable[TransferPlanner],
         pace: Callable[[str], Pace | None],
-        mapping: Callable[[Epoch], Mapping],
         request_pages: int,
-        lane: Callable[[Epoch], Lane],
         verify: Verify,
     ) -> None:
         self._verify: Verify = verify
-        self._lane = lane
-        self._mapping = mapping
         self._request_pages = request_pages
         self._me = me
         self._pools = pools
@@ -148,16 +143,13 @@ class Router:
         self._schedule = schedule
         self._pace = pace
         self._paths = {path.name: path for path in paths}
-        self._plans: dict[Epoch, InstancePlans] = {}
-
-    def forget(self, epoch: Epoch) -> None:
-        """A decode rank is lost."""
-        self._plans.pop(epoch, None)
 
     def find(
         self,
         room: RoomId,
+        session: PeerSession,
         remote: RemoteEndpoint,
+        lane: Lane,
         frame: Expect,
         others: Sequence[Route],
         stuck: int,
@@ -168,7 +160,9 @@ class Router:
 
         Args:
             room: which room.
-            remote: who awaits it.
+            session: of the decode rank that awaits it.
+            remote: what that rank announced.
+            lane: what carries writes there.
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
             stuck: staging slots that wait for evidence of this destination.
@@ -183,16 +177,15 @@ class Router:
         me, hello = self._me, remote.hello
         starts = {Rank(route.remote.hello.rank): route.start for route in others if route.remote.site.token_groups}
         check_start(room_name(room), frame, remote.site, self._selection, Rank(hello.rank), starts)
-        plans = self._plans.get(remote.epoch)
+        plans, mapping = session.plans, session.mapping
         if plans is None:
             held = shards_as(tuple(me.shards), me.site.spec, remote.spec)
-            plans = self._plans[remote.epoch] = InstancePlans.of(held, remote.site)
+            plans = session.plans = InstancePlans.of(held, remote.site)
         rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
         pool = self._pools.of(remote.spec)
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
-        mapping, lane = self._mapping(remote.epoch), self._lane(remote.epoch)
         path = self._path(frame, remote, pair, mapping)
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:
