@@ -95,7 +95,6 @@ class DecodeSide:
         self._expectations = PendingExpectations(loop, pool, PathChooser(loop.me), verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
-        self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
@@ -103,8 +102,6 @@ class DecodeSide:
         self._touched: dict[DecodeRoom, None] = {}
         self._handling = False
         self._arrivals = Arrivals(loop, self._receipts.send)
-        self._found: deque[Found | Unreachable] = deque()
-        self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
         self.flags = RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
         self._lively_at = 0.0
@@ -129,7 +126,8 @@ class DecodeSide:
         handle.report.opened = now
         self._rooms[key] = room
         self._loop.vote(key, None, "")
-        self._take_found(self._discovery.add(room))
+        self._discovery.add(room)
+        self._meet()
         if (error := self._loop.ranks.superseded) is not None:
             self._handle(room, Cancel(error))
         self._publish(room)
@@ -157,26 +155,20 @@ class DecodeSide:
 
     # Finding prefill.
 
-    def _take_found(self, outcomes: Sequence[Found | Unreachable]) -> None:
-        self._found += outcomes
-        self._meet()
-
     def _meet(self) -> bool:
         """Ranks learn of rooms that failed before they were known; then rooms begin, or fail, by what was found.
 
         As many as a step allows; True: more are left.
         """
-        budget = self._loop.budget()
+        budget, outcomes = self._loop.budget(), self._discovery.outcomes
         self._tell(budget)
-        while self._found and budget.take():
-            self._end_search(self._found.popleft())
-        return bool(self._found or self._discovery.untold)
+        while outcomes and budget.take():
+            self._end_search(outcomes.popleft())
+        return bool(outcomes or self._discovery.untold)
 
     def _tell(self, budget: Budget) -> None:
-        untold = self._discovery.untold
-        while untold and budget.take():
-            key, epoch = next(iter(untold))
-            self._inform(untold.pop((key, epoch)), epoch)
+        while self._discovery.untold and budget.take():
+            self._inform(*self._discovery.next_untold())
 
     def _inform(self, room: DecodeRoom, epoch: Epoch) -> None:
         """A prefill rank that is there, or cannot work with us, learns of a room that failed before it was known."""
@@ -196,7 +188,7 @@ class DecodeSide:
                 self._inform(room, remote.epoch)
             self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
         elif any(self._loop.there(remote.epoch) is None for remote in outcome.remotes):
-            self._found += self._discovery.add(room)
+            self._discovery.add(room)
         else:
             try:
                 check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
@@ -207,13 +199,14 @@ class DecodeSide:
 
     def _introduce(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> None:
         """Begin a room with its prefill ranks."""
-        room.remotes = remotes
+        room.remotes, site = remotes, self._pool.site
         writers = tuple(r.epoch for r in remotes)
-        if writers not in self._plans:
-            self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
-        room.plans = self._plans[writers]
         for epoch in writers:
             self._loop.use(epoch, room.used)
+        first = room.used[0]
+        if first.plans is None:
+            first.plans = InstancePlans.of(remotes[0].shards_as(site.spec), site)
+        room.plans = first.plans
         pace = next((one.pace for one in room.used if one.pace is not None), None)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
         self._handle(room, Introduced(writers, intake, pace, self.flags.issue(room)))
@@ -223,7 +216,8 @@ class DecodeSide:
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        self._take_found(self._discovery.on_answer(answer))
+        self._discovery.on_answer(answer)
+        self._meet()
 
     def on_up(self, session: PeerSession) -> None:
         """A prefill rank is connected."""
@@ -231,7 +225,8 @@ class DecodeSide:
         self._queue.connect(session.epoch)
         self._queue.resume(session.epoch)
         self._discovery.inform(*self._discovery.unmet)
-        self._take_found(self._discovery.on_up(session.hello.address))
+        self._discovery.on_up(session.hello.address)
+        self._meet()
 
     def on_greeted(self, epoch: Epoch) -> None:
         """A peer greets again: it may have lost this endpoint, and have failed rooms that wait here."""
@@ -241,24 +236,20 @@ class DecodeSide:
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """A prefill rank cannot be connected: rooms that wait for it fail, and it learns that."""
         self._discovery.inform(*self._discovery.unmet)
-        self._take_found(self._discovery.on_unreachable(address, error))
+        self._discovery.on_unreachable(address, error)
+        self._meet()
 
     def on_lost(self, lost: Lost) -> None:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
         self._take_flags()
         for room in self._with(lost.peer):
             self._handle(room, lost)
-        self._forget(lost.peer)
+        self._queue.forget(lost.peer)
 
     def forget(self, session: PeerSession) -> None:
         """Nothing is kept of a rank that is not there."""
-        self._forget(session.epoch)
+        self._queue.forget(session.epoch)
         self.flags.page.forget(session)
-
-    def _forget(self, epoch: Epoch) -> None:
-        self._queue.forget(epoch)
-        for writers in [w for w in self._plans if epoch in w]:
-            del self._plans[writers]
 
     def on_gone(self, session: PeerSession) -> None:
         """Evidence: it writes nothing more."""
@@ -276,7 +267,7 @@ class DecodeSide:
         epoch = Epoch(frame.src)
         room = self._rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
         if isinstance(frame, Done | Expected) and (session := self._loop.there(epoch)) is not None:
-            self._learn(session, frame)
+            session.learn(frame)
         if room is not None and epoch in room.machine.writers:
             try:
                 self._handle(room, frame)
@@ -287,14 +278,6 @@ class DecodeSide:
             self._arrivals.answer(frame)
         else:
             self._loop.observer.count("frames.not_a_writer")
-
-    def _learn(self, session: PeerSession, frame: Done | Expected) -> None:
-        """What later rooms ask a prefill rank for; its own room may have ended already."""
-        if isinstance(frame, Expected):
-            if frame.unmapped is not None:
-                session.unmapped = frame.unmapped
-        elif frame.pace is not None:
-            session.pace = frame.pace
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -408,7 +391,7 @@ class DecodeSide:
     def work(self) -> bool:
         """Take in flags, finish scatters, start those that are due, and prepare one that follows."""
         more = self._take_flags()
-        if self._found or self._discovery.untold:
+        if self._discovery.outcomes or self._discovery.untold:
             more |= self._meet()
         if self._receipts.waiting:
             self._receipts.flush()
@@ -444,7 +427,7 @@ class DecodeSide:
         machine, handle = room.machine, room.handle
         if machine.error is not None:
             # Before the engine learns that it failed.
-            unsettled, peers = room.unsettled(self._page_bytes), [remote.epoch for remote in room.remotes]
+            unsettled, peers = room.unsettled(self._pool.site.page_bytes), [remote.epoch for remote in room.remotes]
             self._loop.sessions.hold(room.key, unsettled, peers)
         phase, released = machine.phase, machine.released
         room.account(self._loop.now, released=released)
@@ -473,7 +456,7 @@ class DecodeSide:
     def tick(self) -> None:
         """Deadlines, repeats, and look-ups of prefill instances."""
         now, peers = self._loop.now, self._loop.peers
-        self._take_found(self._discovery.tick())
+        self._discovery.tick()
         for key in self._timers.due(now):
             self._handle(self._rooms[key], Tick())
             if (room := self._rooms.get(key)) is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from attrs import define, field, frozen
 
 from ...core import KnownPeer, Options, PeerTable, RoomKey
-from ...core.wire.frames import WirePace
+from ...core.wire.frames import Done, Expected, WirePace
 from ...errors import About, DisaggKVError, UnknownNameError
 from ...ids import Epoch, Peer, Rank, peer_name, room_text
 from ...planning import InstancePlans
@@ -72,7 +72,7 @@ class PeerSession(KnownPeer):
         failed_at, failed: when and why an attempt to connect it has failed last.
         ended_at: when the end of its process was seen or confirmed; None: it was not, or its evidence was used.
         held: memory of failed rooms that waits for evidence about it.
-        plans: on prefill, between the two instances, once a room has needed them.
+        plans: between the two instances, once a room has needed them.
         pace: on decode, how fast it has written, by its last word.
         unmapped: on decode, why our pool is not mapped there, as it announced; empty: it is; None: it has not said.
         flag_blocks: on decode, blocks of flags that were named to it, and that no room uses.
@@ -105,6 +105,13 @@ class PeerSession(KnownPeer):
     def mapping(self) -> Mapping:
         """Its pool, as it is mapped here."""
         return UNMAPPED if self.link is None else self.link.mapping
+
+    def learn(self, frame: Done | Expected) -> None:
+        """What later rooms ask a prefill rank for; the frame's own room may have ended already."""
+        if isinstance(frame, Done):
+            self.pace = frame.pace or self.pace
+        elif frame.unmapped is not None:
+            self.unmapped = frame.unmapped
 
     def depart(self) -> None:
         """No room may be bound to it any more."""
