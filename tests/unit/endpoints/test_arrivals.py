@@ -12,6 +12,7 @@ from disagg_kv.core import Options, Phase, RoomFrame, RoomKey, RoomOutcome, Send
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.wire import frames as f
 from disagg_kv.endpoints.arrivals import PLACE, Absent, Arrivals
+from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import AbortedError, SupersededError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, RoomId
@@ -62,7 +63,7 @@ class Loop:
     options: Options = field(factory=Options)
     epoch: Epoch = US
     now: float = 0.0
-    remotes: Collection[Epoch] = (A, B)
+    there: Collection[Epoch] = (A, B)
     tombstones: Tombstones = field(factory=Tombstones)
     observer: Recorder = field(factory=Recorder)
     sent: list[Send] = field(factory=list)
@@ -75,6 +76,10 @@ class Loop:
     @property
     def ranks(self) -> Loop:
         return self
+
+    def all_there(self) -> list[PeerSession]:
+        hello = dict.fromkeys(f.Hello.__struct_fields__)
+        return [PeerSession(f.Hello(**{**hello, "src": epoch}), 0.0, True) for epoch in self.there]  # type: ignore[arg-type]
 
     def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
         for epoch in epochs:
@@ -166,7 +171,7 @@ def test_one_that_comes_again_takes_the_place_of_the_earlier_one() -> None:
 
 
 def test_number_and_bytes_are_bounded_and_are_free_again() -> None:
-    loop = Loop(options=Options(parked=4, silence_s=5.0), remotes=(A,))
+    loop = Loop(options=Options(parked=4, silence_s=5.0), there=(A,))
     kept = arrivals(loop)
     assert parks(kept, loop, expect(ROOM, nbytes=2 * PLACE))
     assert not parks(kept, loop, expect(OTHER, nbytes=PLACE)), "too many bytes"
@@ -194,7 +199,7 @@ def test_one_peer_takes_a_quarter_while_others_are_known() -> None:
 
 def test_a_room_that_is_over_gives_its_place_to_one_that_is_awaited() -> None:
     """The oldest first; what is awaited gives its place to none."""
-    loop = Loop(options=Options(parked=2), remotes=(A,))
+    loop = Loop(options=Options(parked=2), there=(A,))
     kept = arrivals(loop)
     for number, room in enumerate((ROOM, OTHER, THIRD)):
         kept.answer(abort(room, reason=room.decode(), generation=number))

@@ -280,7 +280,7 @@ class PeerTable(KnownPeers[P]):
             if peer is None:  # it answers with its own
                 self._timers.schedule(address, now + self._options.heartbeat_s)
             return False, [SendTo(address, self._hello(b"" if peer is None else frame.src))]
-        return not peer.over, self._handle(peer, frame, now)
+        return peer.state is not Known.OVER, self._handle(peer, frame, now)
 
     def shut(self, epoch: Epoch, error: DisaggKVError, now: float) -> list[PeerEffect]:
         """The transport does not reach a peer whose frames arrive: it is lost for ``closed_s`` and gets the reason."""
@@ -324,15 +324,13 @@ class PeerTable(KnownPeers[P]):
 
     def _on_heard(self, peer: P, frame: Frame, now: float) -> list[PeerEffect]:
         peer.last_frame_at, peer.proved = now, True
-        self._rest(peer, now)
+        if not peer.users:
+            self._idle.put(peer, now)
         return []
 
     def _on_frame(self, peer: P, frame: Frame, now: float) -> list[PeerEffect]:
-        peer.last_frame_at, peer.proved = now, True
         effects = self._revive(peer, now) if peer.lost else []
-        if not peer.users:
-            self._idle.put(peer, now)
-        return effects
+        return effects + self._on_heard(peer, frame, now)
 
     def _on_heartbeat(self, peer: P, frame: Heartbeat, now: float) -> list[PeerEffect]:
         effects = self._on_frame(peer, frame, now)

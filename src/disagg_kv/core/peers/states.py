@@ -52,18 +52,19 @@ class Replaced:
 
 
 K = Known
+_FRAMES = (Hello, Heartbeat, RoomFrame, Disconnected)
+_ENDS = {Ended: ("ended", (K.OVER,)), Replaced: ("replaced", (K.OVER,))}
 
 KNOWN: Table = table(
     {
         K.UP: {
             Hello: ("hello", ()),
             Heartbeat: ("heartbeat", ()),
-            RoomFrame: ("frame", ()),
+            RoomFrame: ("heard", ()),
             Disconnected: ("disconnected", ()),
             Lost: ("lost", (K.LOST,)),
-            Ended: ("ended", (K.OVER,)),
             Shut: ("shut", (K.SHUT,)),
-            Replaced: ("replaced", (K.OVER,)),
+            **_ENDS,
         },
         K.LOST: {
             Hello: ("hello", (K.UP,)),
@@ -71,29 +72,10 @@ KNOWN: Table = table(
             RoomFrame: ("frame", (K.UP,)),
             Disconnected: ("heard", ()),
             Lost: ("ignore", ()),
-            Ended: ("ended", (K.OVER,)),
             Shut: ("shut", (K.SHUT,)),
-            Replaced: ("replaced", (K.OVER,)),
+            **_ENDS,
         },
-        K.SHUT: {
-            Hello: ("refuse", ()),
-            Heartbeat: ("refuse", ()),
-            RoomFrame: ("refuse", ()),
-            Disconnected: ("refuse", ()),
-            Lost: ("ignore", ()),
-            Ended: ("ended", (K.OVER,)),
-            Shut: ("shut", ()),
-            Replaced: ("replaced", (K.OVER,)),
-        },
-        K.OVER: {
-            Hello: ("drop", ()),
-            Heartbeat: ("drop", ()),
-            RoomFrame: ("drop", ()),
-            Disconnected: ("drop", ()),
-            Lost: ("ignore", ()),
-            Ended: ("ended", ()),
-            Shut: ("ignore", ()),
-            Replaced: ("replaced", ()),
-        },
+        K.SHUT: {**dict.fromkeys(_FRAMES, ("refuse", ())), Lost: ("ignore", ()), Shut: ("shut", ()), **_ENDS},
+        K.OVER: {**dict.fromkeys(_FRAMES, ("drop", ())), Lost: ("ignore", ()), Shut: ("ignore", ()), **_ENDS},
     }
 )

@@ -7,14 +7,14 @@ the endpoint, whose thread must be able to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from attrs import define, field, frozen
 
 from ...core import KnownPeer, Options, PeerTable, RoomKey
 from ...core.wire.frames import Done, Expected, WirePace
 from ...errors import About, DisaggKVError, UnknownNameError
-from ...ids import Epoch, Peer, Rank, peer_name, room_text
+from ...ids import Epoch, Peer, Rank, peer_name
 from ...planning import InstancePlans
 from ...transports import Lane
 from ..status import PeerInfo, PeerState
@@ -211,50 +211,3 @@ class Sessions:
             return epoch
         holding = (peer_name(p.epoch, p.instance, p.rank) for p in self.listed() if p.rooms)
         raise UnknownNameError("epoch", named if isinstance(named, str) else named.hex(), holding)
-
-
-def format_peers(peers: Sequence[PeerInfo]) -> str:
-    """A table of what ``peers()`` says, a line for each, those that hold most first; for a log or a terminal.
-
-    The last column is what ``confirm_terminated`` takes.
-    """
-    if not peers:
-        return "no peer is connected, and none holds memory"
-    head = (
-        "peer",
-        "state",
-        "transport",
-        "silent s",
-        "ring B",
-        "pages B",
-        "slots B",
-        "rooms",
-        "address",
-        "host",
-        "pid",
-        "epoch",
-    )
-    lines = [head, *(_cells(peer) for peer in sorted(peers, key=lambda peer: -peer.held_bytes))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def _cells(peer: PeerInfo) -> tuple[str, ...]:
-    name, _, _ = peer_name(peer.epoch, peer.instance, peer.rank).rpartition(" (")
-    address, host = (
-        "".join(c if c.isprintable() else "?" for c in text.replace(" ", "_")) for text in (peer.address, peer.host)
-    )
-    return (
-        name,
-        peer.state,
-        peer.transport or "-",
-        f"{peer.silent_s:.1f}",
-        str(peer.ring_bytes),
-        str(peer.page_bytes),
-        str(peer.slot_bytes),
-        ",".join(map(room_text, peer.rooms)) or "-",
-        address,
-        host,
-        str(peer.pid),
-        peer.epoch.hex(),
-    )
