@@ -35,7 +35,7 @@ from disagg_kv.core import (
     Wrote,
 )
 from disagg_kv.core.cells import Table
-from disagg_kv.core.peers.states import KNOWN, Ended, Known, Replaced, Shut
+from disagg_kv.core.peers.tables import KNOWN, Ended, Known, Replaced, Shut
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.room.machine import Machine
 from disagg_kv.core.wire.frames import (

@@ -10,7 +10,7 @@ from ...errors import About, DisaggKVError
 from ...ids import Epoch
 from ..base import Options
 from ..wire.frames import Hello
-from .states import Known
+from .tables import Known
 
 FORGET_AFTER = 20
 """A lost peer is forgotten after this multiple of ``silence_s``; after ``silence_s`` if its connection is broken."""
@@ -23,7 +23,7 @@ class KnownPeer:
     Args:
         hello: its first ``Hello``; ``last_frame_at`` is the time of its last frame.
         proved: it has named our epoch.
-        state: see :mod:`.states`.
+        state: see :mod:`.tables`.
         users: how many rooms use it.
         used_since: since when they do; None: none does.
         idle_since: when it was used for the last time.

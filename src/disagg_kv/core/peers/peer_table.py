@@ -4,7 +4,7 @@ An incarnation is named by its epoch. ``Hello`` is repeated towards an address u
 that names our epoch. A frame for another incarnation of ours, or from an unknown one, is counted and dropped. The
 answer is a ``Hello``, at most once a second per address.
 
-What a frame, or a loss, does to an incarnation depends on its state: see :mod:`.states`. The ``Hello`` of an
+What a frame, or a loss, does to an incarnation depends on its state: see :mod:`.tables`. The ``Hello`` of an
 incarnation never changes, but for its receiver.
 
 **Heartbeats.** A peer is *in use* while a room here depends on it (:meth:`PeerTable.use`). Only the silence of such a
@@ -47,7 +47,7 @@ from .dials import RECHECK_S, ROUNDING_S, Dials
 from .known_peers import NEVER, KnownPeers, LinkBudget, P
 from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up
 from .refusals import ENDINGS, LINK, LINKS, Answers, Refusals, RefusedIncarnation, error_of, refusal
-from .states import KNOWN, Ended, Known, Replaced, Shut
+from .tables import KNOWN, Ended, Known, Replaced, Shut
 
 GREETINGS = 4
 """About this many heartbeats to a revived peer come with a ``Hello``: a single one might be lost."""
