@@ -34,7 +34,6 @@ from disagg_kv.geometry import (
     Plane,
     Shard,
     Site,
-    attention_tp,
     shard,
     stages,
 )
@@ -76,7 +75,7 @@ MORE = (
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
-FUNCTIONS = (attempt_id, attention_tp, namespace_of, register, register_transport, room_id, stages)
+FUNCTIONS = (attempt_id, namespace_of, register, register_transport, room_id, stages)
 
 
 def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
@@ -581,16 +580,14 @@ plain("CacheSpec.mla", CacheSpec.mla, {"num_layers": 2, "latent_dim": 4, "dtype"
       num_layers="count", latent_dim="count", dtype="thing", model="long octets")  # fmt: skip
 plain("CacheSpec.cast", SPEC.cast, {"dtype": "bfloat16", "computed": False}, dtype="thing", computed="flag")
 plain("CacheSpec.component", SPEC.component, {"layer": 0, "name": "k"}, layer="count", name="any text")
-plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1), "ways": 1, "index": 0,
-      "granule": 1}, component="text", layers="ids", units="ids", ways="count", index="count",
-      granule="count")  # fmt: skip
+plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1)}, component="text", layers="ids",
+      units="ids")  # fmt: skip
 plain("Shard.__init__", Shard, {"holdings": []}, holdings="things")
 plain("Shard.units", shard(SPEC).units, {"layer": 0, "component": "k"}, layer="count", component="any text")
 plain("Shard.check", shard(SPEC).check, {"spec": SPEC}, spec="thing")
 plain("shard", shard, {"spec": SPEC, "tp": 1, "rank": 0, "layers": None, "units": None}, spec="thing", tp="count",
       rank="count", layers="tokens or none", units="mapping or none")  # fmt: skip
 plain("stages", stages, {"spec": SPEC, "pp": 1}, spec="thing", pp="count")
-plain("attention_tp", attention_tp, {"tp": 2, "dp": 1}, tp="count", dp="count")
 plain("Buffer.__init__", Buffer, {"addr": 4096, "nbytes": 1, "device": "cpu", "owner": None}, addr="count",
       nbytes="count", device="text", owner="anything")  # fmt: skip
 

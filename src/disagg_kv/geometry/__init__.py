@@ -6,7 +6,7 @@ from .election import Share, elect, rotations
 from .formats import CONVERSION_NAMES, CONVERSIONS
 from .layout import I32, I64, Group, PageTable, Plane, PlaneConversion, Site, places
 from .overlap import check_planes
-from .shard import Holding, Shard, attention_tp, even_units, shard, stages
+from .shard import Holding, Shard, even_units, shard, stages
 from .spec import ENDLESS, ITEM_BYTES, CacheSpec, Component, Extent, item_bytes, window_rows
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Shard",
     "Share",
     "Site",
-    "attention_tp",
     "check_planes",
     "conversions",
     "difference",

@@ -22,7 +22,7 @@ class InstancePlans:
         target: the decode rank's pool.
 
     Raises:
-        GeometryError, UnsupportedError: as :func:`disagg_kv.geometry.elect`.
+        GeometryError: as :func:`disagg_kv.geometry.elect`.
     """
 
     def __init__(self, writers: Sequence[Shard], target: Site) -> None:

@@ -85,7 +85,7 @@ class Intake:
             rotation: which replica takes which piece; any integer.
 
         Raises:
-            GeometryError, UnsupportedError: as :func:`disagg_kv.geometry.elect`.
+            GeometryError: as :func:`disagg_kv.geometry.elect`.
         """
         parts = elect(spec, writers, target, rotation)
         layers = target.layers()

@@ -11,7 +11,7 @@ from disagg_kv.core import Phase, RoomFrame
 from disagg_kv.core.wire.frames import ChunkReady, StagingRequest
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError, OversizeError
-from disagg_kv.geometry import CacheSpec, Component, PageTable, attention_tp, shard
+from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import LayerId, Rank
 from disagg_kv.planning import Intake, Limits, Segment
 from disagg_kv.strategies import LayerPipelined
@@ -253,7 +253,7 @@ def test_each_request_of_an_instance_with_attention_data_parallelism_goes_to_one
     spec = CacheSpec.kv(2, 4, 8, "int8")
     rig = Rig(spec)
     prefills = rig.prefill(tp_shards(spec, 4))
-    groups = [rig.decode(tp_shards(spec, attention_tp(4, 2)), name=f"D{dp}") for dp in range(2)]
+    groups = [rig.decode(tp_shards(spec, 4 // 2), name=f"D{dp}") for dp in range(2)]
     requests = [rig.request(f"room {i}", prefills, groups[i % 2], 10) for i in range(4)]
     for request in requests:
         request.start(10)
