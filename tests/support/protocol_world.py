@@ -530,7 +530,7 @@ class World:
                 assert all(len(one) == self.setup.rooms * self.setup.attempts for one in told)
         for node in self.decode:
             if not node.dead:
-                assert node.ring.live == 0
+                assert node.ring.live_bytes == 0
                 assert node.queue.waiting == 0
                 assert not node.leases
         for (epoch, key), pages in self.pages.items():
