@@ -37,7 +37,7 @@ from disagg_kv.geometry import (
     shard,
     stages,
 )
-from disagg_kv.ids import GroupId, LayerId, Rank
+from disagg_kv.ids import LayerId, Rank
 from disagg_kv.kernels import TritonKernels
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
@@ -531,10 +531,10 @@ covers("StoreRendezvous.withdraw", instance="text", rank="count")(
     lambda bench: (StoreRendezvous(Store()).withdraw, {"instance": "P", "rank": 0})
 )
 plain("StoreRendezvous.__init__", StoreRendezvous, {"store": Store(), "prefix": "p"}, store="thing", prefix="text")
-covers("ZmqChannel.__init__", bind="thing", advertise="name or none", keys="thing or none", linger_s="drain",
+covers("ZmqChannel.__init__", bind="thing", advertise="name or none", keys="thing or none",
        high_water="count", unencrypted_network="flag")(
     lambda bench: (lambda **given: ZmqChannel(**given).close(),
-                   {"bind": "tcp://127.0.0.1:0", "advertise": None, "keys": None, "linger_s": 0.0, "high_water": 1,
+                   {"bind": "tcp://127.0.0.1:0", "advertise": None, "keys": None, "high_water": 1,
                     "unencrypted_network": False})
 )  # fmt: skip
 covers("UnixChannel.__init__", bind="thing", high_water="count")(
@@ -592,22 +592,13 @@ plain("Buffer.__init__", Buffer, {"addr": 4096, "nbytes": 1, "device": "cpu", "o
       nbytes="count", device="text", owner="anything")  # fmt: skip
 
 POOL = {"spec": SPEC, "shard": shard(SPEC), "pages": 2, "page_size": 4, "state_slots": 0, "layout": "NHD",
-        "fused": False, "group": KV, "state_group": GroupId("state"), "aux_slots": 1, "aux_bytes": 8, "allocator": None,
+        "fused": False, "group": KV, "aux_slots": 1, "aux_bytes": 8, "allocator": None,
         "device": "cpu"}  # fmt: skip
 plain("PagedPool.allocate", PagedPool.allocate, POOL, spec="thing", shard="thing", pages="count", page_size="count",
-      state_slots="count", layout="thing", fused="flag", group="text", state_group="text", aux_slots="count",
+      state_slots="count", layout="thing", fused="flag", group="text", aux_slots="count",
       aux_bytes="count", allocator="function or none", device="thing")  # fmt: skip
 
 
-def _adopts() -> dict[str, object]:
-    pool = _pool()
-    site = pool.site
-    return {"spec": SPEC, "shard": site.shard, "groups": site.groups, "planes": site.planes, "buffers": pool.buffers,
-            "aux_slots": 1, "aux_bytes": 8}  # fmt: skip
-
-
-covers("PagedPool.adopt", spec="thing", shard="thing", groups="things", planes="things", buffers="things",
-       aux_slots="count", aux_bytes="count")(lambda bench: (PagedPool.adopt, _adopts()))  # fmt: skip
 covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", aux_bytes="count")(
     lambda bench: (lambda pool: (PagedPool, {"site": pool.site, "buffers": pool.buffers, "aux_slots": 1,
                                              "aux_bytes": 8}))(_pool())
@@ -617,12 +608,12 @@ covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", 
 def _tensors() -> dict[str, object]:
     tensors = {layer: {n: torch.zeros(2, 4, 2, 8, dtype=torch.float16) for n in "kv"} for layer in SPEC.layers}
     return {"spec": SPEC, "shard": shard(SPEC), "tensors": tensors, "layout": "NHD", "group": KV,
-            "state_group": GroupId("state"), "null_page": None, "aux_slots": 1, "aux_bytes": 8,
+            "null_page": None, "aux_slots": 1, "aux_bytes": 8,
             "overlaid": False}  # fmt: skip
 
 
 covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing", group="text by layer",
-       state_group="text by layer", null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
+       null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
     lambda bench: (PagedPool.from_tensors, _tensors())
 )  # fmt: skip
 covers("PagedPool.view", plane="count")(lambda bench: (_pool().view, {"plane": 0}))

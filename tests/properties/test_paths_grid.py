@@ -21,7 +21,7 @@ from disagg_kv.planning import PairPlan, Segment, Writes
 from disagg_kv.planning.descriptors import direct_writes, slice_writes
 from disagg_kv.planning.intake import Intake
 from disagg_kv.planning.staged import PartView
-from tests.support.pools import KV, Bytes, buffer_over, noise
+from tests.support.pools import KV, Bytes, adopted, buffer_over, noise
 
 LAYERS = 2
 START, MIDDLE, STOP = 5, 40, 70
@@ -97,7 +97,7 @@ def _rank(seed: int, tp: int, rank: int, heads: int, page_size: int, layout: str
     memory = filled.copy()
     needed = LAYERS * len(rows) * len(held) * sum(BYTES[kind])
     groups = (Group(KV, page_size, pages),)
-    pool = PagedPool.adopt(spec, shard(spec, tp=tp, rank=rank), groups, planes, [buffer_over(memory)])
+    pool = adopted(spec, shard(spec, tp=tp, rank=rank), groups, planes, [buffer_over(memory)])
     return _Rank(pool, {KV: PageTable(KV, ids)}, memory, poison, filled, needed)
 
 

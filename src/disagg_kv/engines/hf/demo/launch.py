@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from ....memory import spread
 from . import decode, prefill, reference
 from .config import Job, Message, Role
+from .devices import spread
 from .lifetime import GRACE_S, die_with
 from .member import Member
 from .model import save_model

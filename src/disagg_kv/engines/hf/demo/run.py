@@ -21,13 +21,13 @@ import torch
 from .... import errors
 from ....channels import Keys
 from ....errors import ConfigurationError, DeadlineError, IntegrityError, PeerLostError
-from ....memory import spread
 from ....strategies import strategy
 from ....trace import Span, chrome_trace
 from ....transports import between_processes
 from ...versions import require
 from .check import check
 from .config import LOOPBACK, DemoConfig, Job, Message
+from .devices import spread
 from .lifetime import GRACE_S, now
 from .report import Report, assemble
 from .results import Results
