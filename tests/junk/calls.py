@@ -405,10 +405,10 @@ def _cache() -> PrefixCache:
     return PrefixCache(_index(), PageAllocator(range(16)), pool.site)
 
 
-@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing", extra="long octets")
+@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing")
 def _prefix_cache(bench: Bench) -> Ready:
     pool = PagedPool.allocate(SPEC, shard(SPEC), pages=16, page_size=4)
-    good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site, "extra": b""}
+    good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site}
     return PrefixCache, good
 
 
@@ -488,7 +488,7 @@ plain("room_id", room_id, {"text": "req-1"}, text="name or long")
 covers("attempt_id", request="room", attempt="count")(
     lambda bench: (attempt_id, {"request": bench.room(), "attempt": 2})
 )
-plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")
+plain("namespace_of", namespace_of, {"spec": SPEC}, spec="thing")
 
 plain("Source.__init__", Source, {"instance": "P", "addresses": ()}, instance="name", addresses="texts")
 plain("Options.__init__", Options, dict.fromkeys((), None),

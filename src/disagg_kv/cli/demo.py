@@ -63,11 +63,6 @@ Dtype = Annotated[
 LayerGroup = Annotated[int, typer.Option(min=1, help="Layers per group, with the schedule layer_pipelined.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(demo)
-
-
 def demo(
     model: ModelOption = Model.llama,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a prefill stage.")] = 4,

@@ -24,11 +24,6 @@ SHOWN_PAIRS = 16
 """Rank pairs in the table for people; the JSON document has all."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(plan)
-
-
 def plan(
     layers: Layers,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")],

@@ -9,10 +9,27 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field
 
+from .. import arguments
+from ..errors import ConfigurationError
 from ..geometry import I32
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 """Token ids, 0 to 2^31-1."""
+
+
+def token_array(given: Tokens) -> npt.NDArray[np.integer]:
+    """Tokens as an array; an index checks their values.
+
+    Raises:
+        ConfigurationError: no flat list of integers.
+    """
+    try:
+        tokens = np.asarray(None if isinstance(given, bytes | bytearray | memoryview) else given)
+    except Exception as exc:
+        raise arguments.wrong("tokens", given, "a flat list of integers is needed") from exc
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ConfigurationError(f"tokens must be a flat list of integers, not {tokens.dtype} of {tokens.shape}")
+    return tokens
 
 
 @define(eq=False)

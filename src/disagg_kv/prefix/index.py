@@ -18,7 +18,7 @@ from .. import arguments
 from ..core.wire.specs import spec_to_wire
 from ..errors import ConfigurationError, GeometryError, LocalProtocolError
 from ..geometry import I32, CacheSpec
-from .base import PrefixLock, Tokens
+from .base import PrefixLock, Tokens, token_array
 
 Digest = Callable[[bytes], bytes]
 
@@ -31,15 +31,9 @@ def blake(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-def namespace_of(spec: CacheSpec, extra: bytes = b"") -> bytes:
-    """A digest of all properties that make the bytes of two caches interchangeable.
-
-    Args:
-        spec: model, components, dtypes.
-        extra: further properties, for example a revision of the engine's kernels.
-    """
-    arguments.one(spec, "spec", CacheSpec)
-    return blake(msgspec.msgpack.encode((spec_to_wire(spec), arguments.octets(extra, "extra", most=4096))))
+def namespace_of(spec: CacheSpec) -> bytes:
+    """A digest of all properties that make the bytes of two caches interchangeable: model, components, dtypes."""
+    return blake(msgspec.msgpack.encode(spec_to_wire(arguments.one(spec, "spec", CacheSpec))))
 
 
 class HashPrefixIndex:
@@ -184,12 +178,7 @@ class HashPrefixIndex:
 
     def _contents(self, tokens: Tokens, adapter: bytes) -> list[bytes]:
         """The whole pages of tokens as bytes. The first one's begin with the adapter and its length."""
-        try:
-            given = np.asarray(None if isinstance(tokens, bytes | bytearray | memoryview) else tokens)
-        except Exception as exc:
-            raise arguments.wrong("tokens", tokens, "a flat list of integers is needed") from exc
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ConfigurationError(f"tokens must be a flat list of integers, not {given.dtype} of {given.shape}")
+        given = token_array(tokens)
         if given.size and not 0 <= int(given.min()) <= int(given.max()) < 1 << 31:
             raise ConfigurationError(f"token ids must be 0 to 2^31-1, not {int(given.min())} to {int(given.max())}")
         size = 4 * self.page_rows
