@@ -41,7 +41,7 @@ class Member:
         self.tp, self.pp = job.config.grid(role)
         self.stage, self.tp_rank = divmod(rank, self.tp)
         self.work = Path(job.work)
-        self.model = Path(job.model)
+        self.model = self.work / "model"
         self.observer = Silent() if job.config.trace is None else Recorder()
         self.device = "cpu" if self.config.device == "cpu" else "cuda:0"
         self._send = send
@@ -54,7 +54,7 @@ class Member:
     def group(self) -> Iterator[Store]:
         """Inside, this process is in its stage's tensor-parallel group; yields the parent's store."""
         timeout = timedelta(seconds=self.config.timeout_s)
-        store = TCPStore(self.config.prefill_host, self.job.store_port, is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", self.job.store_port, is_master=False, timeout=timeout)
         torch.set_num_threads(1)
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
