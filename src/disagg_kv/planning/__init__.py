@@ -4,8 +4,8 @@ from .base import EVERY, UNLIMITED, Limits, PageCopy, RowRange, Segment, StagedL
 from .descriptors import Tables, coalesce, direct_writes, slice_writes
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
 from .instance import InstancePlans
-from .intake import Intake, intake_of
 from .pair import PairPlan, Run
+from .rank_plan import RankPlan, rank_plan_of
 from .site import plain_site
 from .staged import PartView, check_pages, check_tables
 
@@ -16,13 +16,13 @@ __all__ = [
     "Batch",
     "Groups",
     "InstancePlans",
-    "Intake",
     "LayerRun",
     "Limits",
     "Pace",
     "PageCopy",
     "PairPlan",
     "PartView",
+    "RankPlan",
     "RowRange",
     "Run",
     "Segment",
@@ -35,8 +35,8 @@ __all__ = [
     "direct_writes",
     "exposed_s",
     "fastest",
-    "intake_of",
     "plain_site",
+    "rank_plan_of",
     "slice_writes",
     "whole",
 ]

@@ -10,7 +10,7 @@ from .. import arguments
 from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
-from ..planning import Intake, Limits, PairPlan, RowRange, Segment, plain_site
+from ..planning import Limits, PairPlan, RankPlan, RowRange, Segment, plain_site
 from .base import Job, TransferPlanner, refusal
 from .registry import in_auto_order, paths
 
@@ -111,9 +111,9 @@ def explain(
     for number, shard in enumerate(decode):
         site = plain_site(wanted, shard, tokens, page_size[1], order[1])
         rows = RowRange(0, tokens)
-        intake = Intake.build(wanted, prefill, shard, rotation).for_rows(rows)
-        for rank, parts in enumerate(intake.parts):
-            sizes = {s: intake.part_bytes(s, Rank(rank)) for s in intake.segments(Rank(rank), 0, tokens, limits)}
+        rank_plan = RankPlan.build(wanted, prefill, shard, rotation).for_rows(rows)
+        for rank, parts in enumerate(rank_plan.parts):
+            sizes = {s: rank_plan.part_bytes(s, Rank(rank)) for s in rank_plan.segments(Rank(rank), 0, tokens, limits)}
             segments = [segment for segment, nbytes in sizes.items() if nbytes]
             if segments:
                 pair, counts, refused = PairPlan(sources[rank], site, parts, rows), dict[str, int](), dict[str, str]()

@@ -13,7 +13,7 @@ from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError, OversizeError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.planning import Intake, Limits, Segment
+from disagg_kv.planning import Limits, RankPlan, Segment
 from disagg_kv.strategies import LayerPipelined
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import KV, STATE, Memory, Rig, put_states, tp_shards
@@ -239,13 +239,13 @@ def test_a_state_that_fits_no_slot_fails_the_room_with_both_sizes() -> None:
 def test_a_row_of_states_is_cut_by_layers_before_it_is_refused() -> None:
     """And what does not fit even so names the layer."""
     shards = tp_shards(HYBRID, 1)
-    intake = Intake.build(HYBRID, shards, shards[0])
-    cut = intake.cut_states(range(4), Limits(4 * (64 + 18), 1 << 20))
+    rank_plan = RankPlan.build(HYBRID, shards, shards[0])
+    cut = rank_plan.cut_states(range(4), Limits(4 * (64 + 18), 1 << 20))
     rows = [Segment(row, row + 1, first, first + 2, True) for first in (0, 2) for row in range(2)]
     assert cut == [*rows, Segment(2, 3, 0, 4, True)], "only the conv states have a third row"
-    assert sum(intake.part_bytes(one, Rank(0)) for one in cut) == STATE_BYTES
+    assert sum(rank_plan.part_bytes(one, Rank(0)) for one in cut) == STATE_BYTES
     with pytest.raises(OversizeError, match="for one row of layer 0"):
-        intake.cut_states(range(4), Limits(4 * (64 + 18) - 1, 1 << 20))
+        rank_plan.cut_states(range(4), Limits(4 * (64 + 18) - 1, 1 << 20))
 
 
 def test_each_request_of_an_instance_with_attention_data_parallelism_goes_to_one_of_its_groups() -> None:

@@ -13,7 +13,7 @@ from attrs import define, field
 from ...errors import RemoteProtocolError
 from ...geometry import Coverage
 from ...ids import Epoch, Rank
-from ...planning import Intake, RowRange, Segment
+from ...planning import RankPlan, RowRange, Segment
 from ...staging import Lease
 from .machine import corners, overlap
 
@@ -121,14 +121,14 @@ class InboundSegments:
         """Whether all of its rows are in our pages."""
         return self._placed[segment.state].contains(*corners(segment))
 
-    def find(self, segment: Segment, rank: Rank, epoch: Epoch, intake: Intake, rows: range) -> InboundSegment:
+    def find(self, segment: Segment, rank: Rank, epoch: Epoch, rank_plan: RankPlan, rows: range) -> InboundSegment:
         """The segment, added if it is new.
 
         Args:
             segment: the rows and layers.
             rank: the writer that names it.
             epoch: that writer's incarnation.
-            intake: what the room gets from each writer.
+            rank_plan: what the room gets from each writer.
             rows: those that may come; states are not bound by them.
 
         Raises:
@@ -138,7 +138,7 @@ class InboundSegments:
         part = self._segments.get(segment)
         new = part is None
         if part is None:
-            part = self._new(segment, epoch, intake, rows)
+            part = self._new(segment, epoch, rank_plan, rows)
         if rank not in part.writers:
             raise RemoteProtocolError(f"prefill rank {rank} was not elected for any of {segment}")
         if new:
@@ -146,11 +146,11 @@ class InboundSegments:
             self._segments[segment] = part
         return part
 
-    def _new(self, segment: Segment, epoch: Epoch, intake: Intake, rows: range) -> InboundSegment:
-        check_place(segment, intake, rows)
+    def _new(self, segment: Segment, epoch: Epoch, rank_plan: RankPlan, rows: range) -> InboundSegment:
+        check_place(segment, rank_plan, rows)
         if self._claimed[segment.state].overlaps(*corners(segment)):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
-        offsets, nbytes = intake.lease(segment)
+        offsets, nbytes = rank_plan.lease(segment)
         return InboundSegment(tuple(offsets), offsets, nbytes, epoch)
 
     def place(self, segment: Segment) -> None:
@@ -165,9 +165,9 @@ class InboundSegments:
         """A segment has no lease any more, and no scatter."""
         del self._segments[segment]
 
-    def missing(self, intake: Intake, rows: RowRange) -> Sequence[Segment]:
+    def missing(self, rank_plan: RankPlan, rows: RowRange) -> Sequence[Segment]:
         """Which of these rows are not placed; else which segments are in hand."""
-        needed = intake.needed(rows)
+        needed = rank_plan.needed(rows)
         return [box for box in needed if not self._placed[box.state].contains(*corners(box))] or [*self._segments]
 
     def leased(self, rank: Rank) -> int:
@@ -190,8 +190,8 @@ class InboundSegments:
             assert count == len(asked), (rank, count, asked)
 
 
-def check_place(segment: Segment, intake: Intake, rows: range) -> None:
+def check_place(segment: Segment, rank_plan: RankPlan, rows: range) -> None:
     """Raise a DisaggKVError as :meth:`InboundSegments.find` does, unless these rows and layers may come."""
     if not segment.state and (segment.start < rows.start or segment.stop > rows.stop):
         raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {rows.start}-{rows.stop}")
-    intake.validate(segment)
+    rank_plan.validate(segment)

@@ -208,8 +208,8 @@ class DecodeSide:
             first.plans = InstancePlans.of(remotes[0].shards_as(site.spec), site)
         room.plans = first.plans
         pace = next((one.pace for one in room.used if one.pace is not None), None)
-        intake = room.plans.intake(room.plans.rotation(room.key.room))
-        self._handle(room, Introduced(writers, intake, pace, self.flags.issue(room)))
+        rank_plan = room.plans.rank_plan(room.plans.rotation(room.key.room))
+        self._handle(room, Introduced(writers, rank_plan, pace, self.flags.issue(room)))
         if room.wanted is not None:
             self._expectations.add(room)
             self._ask()
