@@ -24,7 +24,6 @@ from ..kernels import CpuKernels, Move, PageMove, Pages
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
 from ..planning import Limits, PageCopy, PairPlan, RankPlan, RowRange, StagedLayout, Writes
 from ..strategies import Job, MoverName, TransferPlanner, exposes_pages
-from .skips import SaysSkips
 
 POISON = 0xA5
 """What the target's memory is filled with before a transfer."""
@@ -172,7 +171,7 @@ class Transfer:
             assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]} of {found.nbytes}"
 
 
-class TransferPlannerSuite(SaysSkips):
+class TransferPlannerSuite:
     """Promises of a path. Subclasses give ``planner``; test methods are inherited."""
 
     def planner(self) -> TransferPlanner:
