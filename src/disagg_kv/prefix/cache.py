@@ -21,8 +21,8 @@ from ..errors import (
 )
 from ..geometry import I32, PageTable, Site
 from ..memory import Event
-from .base import Pages, PrefixIndex, Tokens, token_array
-from .index import namespace_of
+from .base import Pages, Tokens, token_array
+from .index import HashPrefixIndex, namespace_of
 
 log = logging.getLogger("disagg_kv")
 
@@ -67,9 +67,8 @@ class PrefixCache:
             Also a pool with a sliding window: each room writes its rows again, into pages that others may hold.
     """
 
-    def __init__(self, index: PrefixIndex, pages: Pages, site: Site) -> None:
-        wanted = ("match", "shorten", "insert", "unlock", "evict")
-        arguments.methods(index, "index", "an index of prefixes", *wanted)
+    def __init__(self, index: HashPrefixIndex, pages: Pages, site: Site) -> None:
+        arguments.one(index, "index", HashPrefixIndex)
         arguments.methods(pages, "pages", "an allocator of pages", "take", "give")
         arguments.one(site, "site", Site)
         if len(site.token_groups) != 1:
