@@ -65,7 +65,7 @@ class CostModel:
     mapped_share: float = field(default=0.9, validator=_positive)
 
     @classmethod
-    def of_lane(cls, write_s: float, bytes_per_s: float, device: str) -> Self:
+    def of_transport(cls, write_s: float, bytes_per_s: float, device: str) -> Self:
         """Costs between two ranks.
 
         Args:

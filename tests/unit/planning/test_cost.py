@@ -66,6 +66,6 @@ def test_costs_are_positive() -> None:
 @pytest.mark.parametrize(("device", "path"), [("cuda:0", "staged"), ("cpu", "direct")])
 def test_a_gpu_gathers_faster_than_a_network_takes_many_writes(device: str, path: str) -> None:
     """1 GiB in 16,384 pieces: a copy on a GPU takes a millisecond, and each piece microseconds."""
-    costs = CostModel.of_lane(5.5e-6, 3.8e11, device)
+    costs = CostModel.of_transport(5.5e-6, 3.8e11, device)
     estimates = [costs.estimate("direct", 16_384, 1 << 30), costs.estimate("staged", 17, 1 << 30, segments=17)]
     assert min(estimates, key=lambda e: e.seconds).path == path

@@ -15,7 +15,8 @@ from ...core import KnownPeer, Options, PeerTable, RoomKey
 from ...core.wire.frames import WirePace
 from ...errors import About, DisaggKVError, UnknownNameError
 from ...ids import Epoch, Peer, Rank, peer_name, room_text
-from ...transports import Lane
+from ...transports import Carrier
+from ...transports.several import Shared
 from ..status import PeerInfo, PeerState
 from .mapping import UNMAPPED, Mapping
 
@@ -31,33 +32,36 @@ class HeldMemory:
 
 @define(eq=False)
 class Link:
-    """What there is between the transport and one incarnation.
+    """What there is between the transports and one incarnation.
 
     Args:
         session: of the incarnation.
-        peer: the transport's name of it.
-        descriptor: the peer's, as the transport takes it.
+        shared: the transports that both sides have.
         until, late: when an attempt that has not returned is overdue, and what to say then.
         linked: the attempt has succeeded.
         mapping: of the peer's pool.
-        lane: what carries writes to it; None: it is not connected yet.
+        carrier: what carries writes to it; None: it is not connected yet.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
         frames: calls that take in what has come meanwhile, and how many bytes that is.
     """
 
     session: PeerSession
-    peer: Peer
-    descriptor: bytes
+    shared: Shared
     until: float
     late: str
     linked: bool = False
     mapping: Mapping = UNMAPPED
-    lane: Lane | None = None
+    carrier: Carrier | None = None
     wanted: bool = True
     error: DisaggKVError | None = None
     frames: list[Callable[[], None]] = field(factory=list)
     nbytes: int = 0
+
+    @property
+    def claims(self) -> Sequence[tuple[str, Peer]]:
+        """The peer's names in transports, which no other peer may have."""
+        return tuple(self.shared.names.items())
 
 
 @define(eq=False)
@@ -87,9 +91,9 @@ class PeerSession:
         return self.link is not None and self.link.linked
 
     @property
-    def lane(self) -> Lane | None:
+    def carrier(self) -> Carrier | None:
         """What carries writes to it; None: it is not connected. From any thread."""
-        return None if self.link is None else self.link.lane
+        return None if self.link is None else self.link.carrier
 
 
 class Sessions:
@@ -144,7 +148,7 @@ class Sessions:
         return (*there, *(self._info(session) for session in sessions if session.known.lost and session.held))
 
     def _info(self, session: PeerSession) -> PeerInfo:
-        known, hello, lane = session.known, session.known.hello, session.lane
+        known, hello, carrier = session.known, session.known.hello, session.carrier
         held = list(session.held.items())  # one step
         now = self._clock()
         silent_s = max(0.0, now - known.last_frame_at)
@@ -168,8 +172,8 @@ class Sessions:
             sum(one.page_bytes for _, one in held),
             sum(one.slot_bytes for _, one in held),
             tuple(dict.fromkeys(key.room for key, _ in held)),
-            "" if lane is None else lane.name,
-            "" if lane is None else lane.reason,
+            "" if carrier is None else carrier.name,
+            "" if carrier is None else carrier.reason,
         )
 
     def name(self, epoch: Epoch) -> str:

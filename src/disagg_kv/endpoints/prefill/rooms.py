@@ -144,7 +144,7 @@ class PrefillSide(PrefillRooms):
         head = room_head(loop.me.epoch, epoch, name, generation)
         mapping = loop.mapping(epoch)
         said = None if mapping.pool is None and not mapping.refused else mapping.refused
-        loop.send(Send(epoch, Expected(**head, parked=False, lane=loop.lane(epoch).name, unmapped=said)))
+        loop.send(Send(epoch, Expected(**head, parked=False, transport=loop.reach(epoch).name, unmapped=said)))
         try:
             route, plan = self._router.find(
                 name,
@@ -164,7 +164,7 @@ class PrefillSide(PrefillRooms):
         room.routes[epoch] = route
         report = room.handle.report
         report.path, report.reason = route.path.name, "decode has chosen it"
-        report.transport, report.transport_reason = route.lane.name, route.lane.reason
+        report.transport, report.transport_reason = route.carrier.name, route.carrier.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), loop.now))
         for cuts in room.passes.values():
@@ -251,10 +251,10 @@ class PrefillSide(PrefillRooms):
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         return self._throughput.patience_s
 
-    def on_ticket(self, event: WriteEnded | Settled) -> None:
+    def on_ticket(self, transport: str, event: WriteEnded | Settled) -> None:
         """A write ended."""
         try:
-            self.transfers.posts.on_ticket(event)
+            self.transfers.posts.on_ticket((transport, event.ticket), event)
         finally:
             self._take_outcomes()
 

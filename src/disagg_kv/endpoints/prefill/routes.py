@@ -43,7 +43,7 @@ from ...strategies import (
     exposes_pages,
     refusal,
 )
-from ...transports import Flags, Lane
+from ...transports import Carrier, Flags
 from ..cached_prefix import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
@@ -63,7 +63,7 @@ class Route:
     Args:
         remote: the rank.
         path: how they cross.
-        lane: what carries writes to the rank.
+        carrier: what carries writes to the rank.
         pool: ours, as it reads it: where its cache has other dtypes, converted.
         pair: what this rank sends to it.
         view: that in our pool; routes with the same bytes have the same view.
@@ -77,7 +77,7 @@ class Route:
 
     remote: RemoteEndpoint
     path: TransferPlanner
-    lane: Lane
+    carrier: Carrier
     pool: MemoryPool
     pair: PairPlan
     view: PartView
@@ -118,10 +118,10 @@ class Router:
         selection: which rows decode may leave out.
         paths: those that are known here.
         schedule: when rows cross.
-        pace: how fast this rank is over a lane; None: nothing was measured yet.
+        pace: how fast this rank is over a transport; None: nothing was measured yet.
         mapping: the pool of a decode rank, as it is mapped here.
         request_pages: see :class:`~disagg_kv.core.Options`.
-        lane: what carries writes to a decode rank.
+        reach: what carries writes to a decode rank.
         verify: how many segments this side wants compared.
     """
 
@@ -135,11 +135,11 @@ class Router:
         pace: Callable[[str], Pace | None],
         mapping: Callable[[Epoch], Mapping],
         request_pages: int,
-        lane: Callable[[Epoch], Lane],
+        reach: Callable[[Epoch], Carrier],
         verify: Verify,
     ) -> None:
         self._verify: Verify = verify
-        self._lane = lane
+        self._reach = reach
         self._mapping = mapping
         self._request_pages = request_pages
         self._me = me
@@ -192,7 +192,7 @@ class Router:
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
-        mapping, lane = self._mapping(remote.epoch), self._lane(remote.epoch)
+        mapping, carrier = self._mapping(remote.epoch), self._reach(remote.epoch)
         path = self._path(frame, remote, pair, mapping)
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:
@@ -203,9 +203,9 @@ class Router:
         mapped = mapping.pool if path.mover == "mapped" else None
         known = pair, pair.source_view, intake, tables
         flags, verify = mapping.flags if exposes_pages(path) else None, (self._verify, frame.verify)
-        route = Route(remote, path, lane, pool, *known, frame.start, verify, mapped, flags)
+        route = Route(remote, path, carrier, pool, *known, frame.start, verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
-        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
+        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, carrier, intake, on_groups, pace)
         plan = FlowPlan(
             me.rank,
             intake,
@@ -214,9 +214,9 @@ class Router:
             exposes_pages(path),
             limits,
             grouping,
-            partial(self._measured, lane),
+            partial(self._measured, carrier),
             None if flags is None else frame.flags,
-            lane.name,
+            carrier.name,
         )
         return route, plan
 
@@ -238,13 +238,13 @@ class Router:
             raise ConfigurationError(f"path {path.name!r} cannot: {reason}")
         return path
 
-    def _measured(self, lane: Lane) -> WirePace | None:
-        pace = self._pace(lane.name)
+    def _measured(self, carrier: Carrier) -> WirePace | None:
+        pace = self._pace(carrier.name)
         return None if pace is None else wire_pace(pace.layer_token_s, pace.bytes_per_s, pace.group_s)
 
     def _groups(
         self,
-        lane: Lane,
+        carrier: Carrier,
         intake: Intake,
         on_groups: OnGroups,
         pace: Pace | None,
@@ -258,7 +258,7 @@ class Router:
         One of them measured it in its last room with this instance. A rank that holds the run alone uses its own pace.
         """
         if sum(run in intake.ranges(Rank(rank)) for rank in range(len(intake.parts))) == 1:
-            pace = self._pace(lane.name)
+            pace = self._pace(carrier.name)
         sizes = [nbytes for _, nbytes in intake.lease(Segment(start, stop, run.start, run.stop))[0].values()]
         groups = self._schedule.groups(LayerRun(len(run), stop - start, max(sizes, default=0), batch, pace))
         on_groups(run, groups)

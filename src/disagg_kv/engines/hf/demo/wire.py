@@ -17,7 +17,7 @@ from ....ids import RoomId
 from ....memory import PagedPool
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
-from ....transports import Transport, between_processes
+from ....transports import Transports, between_processes
 from .config import LOOPBACK, DemoConfig, Kind
 from .inject import WrongGather
 from .member import Member, wait_for
@@ -168,8 +168,8 @@ def _channel(member: Member, host: str) -> ZmqChannel:
     return ZmqChannel(f"tcp://{host}:0", keys=None if secret is None else Keys(secret))
 
 
-def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
-    """The chosen transport, which others reach at ``host``."""
+def _carrier(config: DemoConfig, host: str, device: str) -> Transports:
+    """The chosen transports, which others reach at ``host``."""
     return between_processes(config.transport, device, "" if host == LOOPBACK else host)
 
 
