@@ -14,7 +14,7 @@ from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.memory import Buffer
 from disagg_kv.planning import Writes
-from disagg_kv.transports import Transport, WriteEnded
+from disagg_kv.transports import Transport, Transports, WriteEnded
 
 from .data import blank
 from .timing import Queued
@@ -25,7 +25,7 @@ class BulkTarget:
 
     def __init__(self, transport: Transport, nbytes: int, device: str = "cpu") -> None:
         self._transport = transport
-        self._memory = new_staging(transport, nbytes, device)
+        self._memory = new_staging(Transports([transport]), nbytes, device)
         (self._region,) = transport.register([self._memory])
 
     def describe(self) -> tuple[bytes, RegionId]:

@@ -56,10 +56,6 @@ class EmulatedWire:
         """See :meth:`Transport.register`."""
         return self._inner.register(buffers)
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`."""
-        self._inner.deregister(regions)
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """See :meth:`Transport.peer_of`."""
         return self._inner.peer_of(descriptor)

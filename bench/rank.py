@@ -29,7 +29,7 @@ from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import Event, PagedPool
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.strategies import LayerPipelined, Schedule, strategy
-from disagg_kv.transports import SupportsAllocate, Transport, between_processes
+from disagg_kv.transports import Transport, Transports, between_processes
 
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, blank, fill, page_ids, poison, wrong
@@ -72,7 +72,8 @@ class Setup:
     def plain(self) -> Transport:
         """For the plain writes: between GPUs always what copies from one to the other without any library."""
         name = self.shape.transport if self.device == "cpu" else "cuda_ipc"
-        return between_processes(name, self.device)
+        (only,) = between_processes(name, self.device)
+        return only
 
     def address(self, role: Role, rank: int, strategy: str) -> str:
         """Where a rank's endpoint for a strategy is reached."""
@@ -274,7 +275,7 @@ class DecodeRank:
                 pages=len(self._ids) + SPARE,
                 page_size=size,
                 layout=layout,
-                allocator=carrier.allocate if isinstance(carrier, SupportsAllocate) else None,
+                allocator=carrier.allocator,
                 device=setup.device,
             )
             poison(pool)
@@ -350,10 +351,10 @@ class DecodeRank:
         self._bulk.close()
 
 
-def _wire(setup: Setup) -> Transport:
+def _wire(setup: Setup) -> Transports | Sequence[Transport]:
     speed = setup.shape.wire_bytes_per_s
-    carrier = between_processes(setup.shape.transport, setup.device)
-    return carrier if speed is None else emulate(carrier, speed)
+    carriers = between_processes(setup.shape.transport, setup.device)
+    return carriers if speed is None else [emulate(one, speed) for one in carriers]
 
 
 class _How(TypedDict, total=False):

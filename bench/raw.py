@@ -97,10 +97,8 @@ class RawMooncake:
         self._engine = Engine(
             load(),
             host="127.0.0.1",
-            metadata="P2PHANDSHAKE",
             protocol="tcp",
             device_name="",
-            name=name,
             timeout_s=None,
             quiet=True,
         )

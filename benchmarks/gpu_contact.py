@@ -54,15 +54,16 @@ def opened(end: PrefillEndpoint | DecodeEndpoint, room: RoomId) -> RoomHandle:
 def side(role: str, pipe: Connection, folder: str, device: str, carrier: str, path: str) -> None:
     """Be one side. Answers: the constructor's seconds and the kernels so far, then both after each request."""
     os.environ["TRITON_CACHE_DIR"] = cache = f"{folder}/{role}-cache"
-    transport = between_processes(carrier, device)
-    allocate = getattr(transport, "allocate", None)
+    transports = between_processes(carrier, device)
     pages, there = TOKENS // PAGE, {one: [f"unix://{folder}/{one}"] for one in ROLES}
     # Memory first: CUDA's own start is no part of the constructor.
-    pool = PagedPool.allocate(SPEC, shard(SPEC), pages=pages, page_size=PAGE, device=device, allocator=allocate)
+    pool = PagedPool.allocate(
+        SPEC, shard(SPEC), pages=pages, page_size=PAGE, device=device, allocator=transports.allocator
+    )
     channel, where = UnixChannel(there[role][0]), StaticRendezvous(there)
     make = PrefillEndpoint if role == "prefill" else DecodeEndpoint
     began = time.monotonic()
-    end = make(pool, transport=transport, channel=channel, rendezvous=where, instance=role, strategy=path)
+    end = make(pool, transport=transports, channel=channel, rendezvous=where, instance=role, strategy=path)
     for number in range(REQUESTS + 1):
         if number:
             began = pipe.recv()

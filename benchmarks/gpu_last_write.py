@@ -34,7 +34,7 @@ WATCHED_S = 3.0
 
 def write(pipe: Connection, name: str, device: str) -> None:
     """In the child: fill the peer's memory until killed."""
-    transport = between_processes(name, device)
+    (transport,) = between_processes(name, device)
     assert isinstance(transport, SupportsMapping)
     peer = transport.connect(pipe.recv_bytes(), 60.0)
     target = tensor_of(transport.map(peer, pipe.recv(), device))
@@ -50,7 +50,7 @@ def write(pipe: Connection, name: str, device: str) -> None:
 def killed_once(name: str, device: str, nbytes: int, after_s: float) -> tuple[float, int]:
     """Milliseconds from the exit to the last difference, and the number of differences before the kill was known."""
     context = multiprocessing.get_context("spawn")
-    transport = between_processes(name, device)
+    (transport,) = between_processes(name, device)
     buffer = transport.allocate(nbytes) if isinstance(transport, SupportsAllocate) else new_buffer(nbytes, device)
     mine, theirs = context.Pipe()
     try:

@@ -70,7 +70,7 @@ from disagg_kv.endpoints.loop import event_loop
 from disagg_kv.endpoints.loop.timing import SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.ids import LayerId, Role, RoomId
 from disagg_kv.rendezvous import StaticRendezvous
-from disagg_kv.transports import SupportsAllocate, between_processes
+from disagg_kv.transports import between_processes
 
 AS_IT_IS, AGAIN = "as it is", "as it is, again"
 KNOBS = ("growing pauses", "short pauses", "pause of a pass")
@@ -189,7 +189,7 @@ class Rank:
             shard(spec),
             pages=PAGES + 2,
             page_size=PAGE,
-            allocator=carrier.allocate if isinstance(carrier, SupportsAllocate) else None,
+            allocator=carrier.allocator,
             device=setup.device,
         )
         roles: tuple[Role, Role] = ("prefill", "decode")

@@ -29,7 +29,7 @@ from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import PagedPool
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.strategies import LayerPipelined
-from disagg_kv.transports import SupportsAllocate, between_processes
+from disagg_kv.transports import between_processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -265,7 +265,7 @@ class Prefill:
             speed = case.wire_bytes_per_s
             self._ends[way] = PrefillEndpoint(
                 self._pool,
-                transport=carrier if speed is None else emulate(carrier, speed),
+                transport=carrier if speed is None else [emulate(one, speed) for one in carrier],
                 channel=ZmqChannel(setup.address("prefill", way, case)),
                 rendezvous=setup.both(way, case),
                 instance="prefill",
@@ -406,7 +406,7 @@ class Decode:
                 page_size=PAGE,
                 aux_slots=1,
                 aux_bytes=AUX,
-                allocator=carrier.allocate if isinstance(carrier, SupportsAllocate) else None,
+                allocator=carrier.allocator,
                 device=setup.device,
             )
             self._tables[way] = PageTable(KV, shuffled(used + SPARE, 2)[:used])

@@ -20,7 +20,7 @@ from disagg_kv.ids import GroupId, Rank, Role
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import InstancePlans
 from disagg_kv.strategies import paths
-from disagg_kv.transports import InprocTransport
+from disagg_kv.transports import InprocTransport, Transports
 from tests.support.rig import KV, Memory, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -42,7 +42,8 @@ class Fixed:
         self.site = self.pool.site
         self.tables: Mapping[GroupId, PageTable] = {KV: PageTable(KV, np.arange(ROWS // 4))}
         self.me = EndpointInfo(
-            Incarnation(), "inproc://me", role, role, Rank(0), shards, self.site, self.regions, self.transport,
+            Incarnation(), "inproc://me", role, role, Rank(0), shards, self.site, self.regions,
+            Transports([self.transport]),
             tuple(paths().values()), Elected, b"", 4096, False, self.regions[0], 1 << 16, 1 << 13,
         )  # fmt: skip
         self.admit = self.me.admit

@@ -254,7 +254,7 @@ class Checks:
             moved = f"{handle.report.nbytes} bytes landed, {lacked} were lacking"
             self._fail("I2", f"{entry.room.name(entry)}: {moved} ({entry.held} rows were held)")
         if lacked and not handle.report.transport:
-            self._fail("I2", f"{entry.room.name(entry)}: {lacked} bytes landed over no lane")
+            self._fail("I2", f"{entry.room.name(entry)}: {lacked} bytes landed over no transport")
 
     def _decode_succeeds(self, entry: Entry) -> None:
         """I2: prefill learns of success only after decode has everything.

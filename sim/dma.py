@@ -13,7 +13,7 @@ from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import U8, Buffer, Event, bytes_of, new_buffer
 from disagg_kv.planning import Writes
 from disagg_kv.staging import Lease
-from disagg_kv.transports import Capabilities, Lane, LinkCost, PeerLost, Settled, WriteEnded
+from disagg_kv.transports import Capabilities, LinkCost, PeerLost, Settled, Transport, WriteEnded
 
 from .fault import FaultClass
 from .flags import SimFlags
@@ -28,7 +28,7 @@ MODES = (
 )  # fmt: skip
 
 UNLIKE = 0.4
-"""Share of such worlds in which half of an endpoint's peers have a lane that maps nothing."""
+"""Share of such worlds in which half of an endpoint's peers are far: a transport that maps nothing reaches them."""
 
 
 @define(eq=False)
@@ -110,6 +110,7 @@ class SimTransport:
         self._events: list[WriteEnded | Settled | PeerLost] = []
         self._waiting: list[Op] = []
         self._serial = 0
+        self.far = FarTransport(self) if dma.unlike else None
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """Number the buffers."""
@@ -123,11 +124,6 @@ class SimTransport:
             ids.append(RegionId(self._serial))
         return ids
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """Forget regions."""
-        for region in regions:
-            del self.regions[region]
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """A peer by its name."""
         return Peer(descriptor)
@@ -138,6 +134,13 @@ class SimTransport:
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """Find a peer by its name; as a fault, or if it is gone, it cannot be reached."""
+        there = self.dma.transports.get(Peer(descriptor))
+        if there is not None and self._is_far(there):
+            raise TransportError("sim: it is far")
+        return self.reach(descriptor, timeout_s)
+
+    def reach(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """Connect a peer, near or far."""
         self.node.may_block("connects its transport")
         peer = Peer(descriptor)
         there = self.dma.transports.get(peer)
@@ -155,23 +158,16 @@ class SimTransport:
         if self._world.outside.happens(FaultClass.STUCK, 0.5):
             raise RuntimeError("sim: the peer could not be disconnected")
 
-    def lane(self, peer: Peer) -> Lane:
-        """In some worlds half of the peers have another lane."""
-        if peer not in self._peers:
-            raise TransportError(f"sim: no peer {peer.hex()}")
-        if not self._is_far(peer):
-            return Lane(self.name, self.caps, "the first transport")
-        caps = evolve(self.caps, waits_events=not self.caps.waits_events)
-        return Lane("far", caps, "not sim: it is far")
+    @property
+    def several(self) -> Sequence[Transport]:
+        """What the process's endpoint gets: in some worlds also what reaches those that are far."""
+        return [self] if self.far is None else [self, self.far]
 
-    def _is_far(self, peer: Peer) -> bool:
-        return self.dma.unlike and bool((self.node.index + self._peers[peer].node.index) % 2)
+    def _is_far(self, there: SimTransport) -> bool:
+        return self.far is not None and bool((self.node.index + there.node.index) % 2)
 
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
-        """In some worlds nothing is mapped, and in some nothing of half of the peers."""
-        if self._is_far(peer):
-            self._world.mark("lanes:one that does not map")
-            return "lane 'far' does not map memory of peers"
+        """In some worlds nothing is mapped."""
         return None if self._world.scenario.maps else "sim: nothing is mapped in this world"
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
@@ -210,9 +206,13 @@ class SimTransport:
         after: Event | None = None,
     ) -> Ticket:
         """Post a batch; the engine decides when and how it lands."""
+        return self.post(peer, writes, after, self.caps)
+
+    def post(self, peer: Peer, writes: Writes, after: Event | None, caps: Capabilities) -> Ticket:
+        """The same, for a peer that is near or far."""
         if peer not in self._peers:
             raise TransportError(f"sim: no peer {peer.hex()}")
-        if after is not None and not self.lane(peer).caps.waits_events:
+        if after is not None and not caps.waits_events:
             raise TransportError("sim waits for no events in this world")
         there = self._peers[peer]
         ours, theirs = self.regions, there.regions
@@ -259,7 +259,8 @@ class SimTransport:
     def tell(self, event: WriteEnded | Settled | PeerLost) -> None:
         """Something happened."""
         if self.alive:
-            self._events.append(event)
+            far = self.far is not None and self.far.owns(event)
+            (self.far.events if far and self.far is not None else self._events).append(event)
             self.node.touch()
 
     def knows(self, peer: Peer) -> bool:
@@ -285,6 +286,61 @@ class SimTransport:
         return tuple(op.ticket for op in self.dma.live if op.source is self and not op.quiet)
 
 
+class FarTransport:
+    """Reaches the peers of a process that are far: it maps nothing, and waits for events where the other does not."""
+
+    name = "far"
+
+    def __init__(self, near: SimTransport) -> None:
+        self._near = near
+        self.caps = evolve(near.caps, waits_events=not near.caps.waits_events)
+        self.events: list[WriteEnded | Settled | PeerLost] = []
+        self._peers: set[Peer] = set()
+        self._tickets: set[Ticket] = set()
+
+    def owns(self, event: WriteEnded | Settled | PeerLost) -> bool:
+        """Whether an event is of a peer that is far."""
+        return event.peer in self._peers if isinstance(event, PeerLost) else event.ticket in self._tickets
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """The other one has numbered them."""
+        return [RegionId(region) for region in self._near.regions][-len(buffers) :]
+
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """A peer by its name."""
+        return Peer(descriptor)
+
+    def local_descriptor(self) -> bytes:
+        """The name of the process."""
+        return self._near.me
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """Find a peer by its name."""
+        peer = self._near.reach(descriptor, timeout_s)
+        self._peers.add(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer."""
+        self._peers.discard(peer)
+        self._near.disconnect(peer)
+
+    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
+        """Post a batch."""
+        ticket = self._near.post(peer, writes, after, self.caps)
+        self._tickets.add(ticket)
+        return ticket
+
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
+        """What happened since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """The other one stops."""
+        return ()
+
+
 def _outside(memory: U8 | None, region: int, offset: int, nbytes: int) -> RegistrationError:
     size = 0 if memory is None else len(memory)
     return RegistrationError(f"sim: region {region} of {size} bytes: {nbytes} bytes at {offset}")
@@ -300,8 +356,10 @@ class Dma:
         self.live: dict[Op, None] = {}
         self.transports: dict[Peer, SimTransport] = {}
         self._hung: list[Op] = []
-        # Peers of one endpoint have different lanes, where no prefill rank insists on a path that only one of them has.
+        # Some peers of an endpoint are far, where no prefill rank insists on a path that only near ones have, and
+        # where no poll raises: that ends one of several transports for good.
         insists = any(path.startswith("mapped") for path in world.scenario.prefill_paths)
+        insists |= any(fault in world.scenario.faults for fault in (FaultClass.POLL, FaultClass.BROKEN))
         self.unlike = not insists and random.Random(f"lanes {world.scenario.seed}").random() < UNLIKE
         self._odd = any(mode in world.scenario.faults for mode in MODES)
 

@@ -109,7 +109,8 @@ class SimNode(SimProcess):
         )
         if self.side == "decode":
             decode = DecodeEndpoint(
-                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
+                self.memory.pool, transport=self.transport.several, channel=self.channel,
+                rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
                 allocator=self._allocate, verdict=verdict, options=scenario.options, kernels=self.kernels,
@@ -119,7 +120,8 @@ class SimNode(SimProcess):
             self._unprepared = (self.view.scatters.unprepared,)
         else:
             prefill = PrefillEndpoint(
-                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
+                self.memory.pool, transport=self.transport.several, channel=self.channel,
+                rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.prefill_paths[scenario.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,

@@ -141,9 +141,6 @@ class FleetTransport:
         self._regions += buffers
         return [RegionId(first + n) for n in range(len(buffers))]
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """Nothing was registered anywhere."""
-
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(RegionId(n), b.nbytes, b.device, b.addr) for n, b in enumerate(self._regions))

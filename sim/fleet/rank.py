@@ -97,7 +97,7 @@ class FleetRank:
         name = f"{role[:2]}{number:06d}.{life:05d}".encode().ljust(16, b"\0")
         self.transport = FleetTransport(self, Peer(name), hosts)
         self.epoch = Epoch(name)
-        each = link_cost(self.channel, self.transport).nbytes
+        each = link_cost(self.channel, self.transport.caps.link).nbytes
         self._options = Options(link_bytes=links * each) if links else Options()
         process = Process(number + 1, life, f"host of {self.instance}")
         with self.meter.spending(each=1):

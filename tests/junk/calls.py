@@ -44,7 +44,7 @@ from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namesp
 from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreRendezvous
 from disagg_kv.staging import RingStagingAllocator
 from disagg_kv.strategies import LayerPipelined, register, strategy
-from disagg_kv.transports import InprocTransport, combine, register_transport, transport
+from disagg_kv.transports import InprocTransport, Transports, register_transport, transport, transports
 from tests.support.rig import KV
 
 from .bench import ROWS, SPEC, Bench, Call, Ready
@@ -622,7 +622,8 @@ covers("PagedPool.write_aux", slot="count", data="octets")(lambda bench: (_pool(
 
 plain("strategy", strategy, {"name": "auto"}, name="thing")
 plain("transport", transport, {"name": "inproc"}, name="thing")
-plain("combine", combine, {"lanes": [InprocTransport()]}, lanes="things")
+plain("transports", transports, {"name": "inproc"}, name="thing")
+plain("Transports", Transports, {"several": [InprocTransport()]}, several="things")
 plain("register", register, {"part": LayerPipelined()}, part="thing")
 plain("register_transport", register_transport, {"name": "junk", "factory": InprocTransport}, name="text",
       factory="function")  # fmt: skip

@@ -36,7 +36,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a lost frame is never sent again",
            "core.repeater:Repeater.tick", "out.append(due.send)", "pass"),
     Mutant("done does not name what carried the writes",
-           FLOW + "_check_finished", "lane=self.plan.lane", 'lane=""'),
+           FLOW + "_check_finished", "transport=self.plan.transport", 'transport=""'),
     Mutant("arrivals are counted, not writers",
            RECEIVE + "_on_chunk_ready", "if w.rank not in part.arrived:\n        self._land(",
            "if w.rank in part.arrived:\n        part.staged |= set(part.writers) - part.arrived\n"
@@ -107,7 +107,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("rows that are all there end a room although prefill has to say where it ends",
            RECEIVE + "_check_placed", "landed and not self._awaited.needs_ends", "landed"),
     Mutant("a room ends before it is known what carried its rows",
-           RECEIVE + "_check_placed", " and self._lanes_known", ""),
+           RECEIVE + "_check_placed", " and self._transports_known", ""),
     Mutant("a rank that decides for itself says success when its engine opens a room",
            "core.verdict.alone:Alone.vote", "[] if ok is None else [Outcome(key, Decided(ok, reason))]",
            "[Outcome(key, Decided(ok is not False, reason))]"),
@@ -125,10 +125,10 @@ BUGS: Sequence[Mutant] = (
            MAPPED + "look", "self.failed.append(one)\n            for post in one.posts:\n"
            "                self._posts.ended(post, one, exc, quiet=False)", "self._over(one, exc)"),
     Mutant("the end of a destination is taken for the end of our own copy",
-           POSTS + "gone", "for ticket, post in [",
+           POSTS + "gone", "for posted, post in [",
            "posts = [post for of_room in self.of_room.values() for post in of_room]\n"
            "    for post in [p for p in posts if p.transfer.to == epoch and p.moving - self.tickets.keys()]:\n"
-           "        post.moving.clear()\n        self._unpin(post)\n    for ticket, post in ["),
+           "        post.moving.clear()\n        self._unpin(post)\n    for posted, post in ["),
     Mutant("a copy is launched that has become void",
            POSTS + "begin", "if not room.machine.flows[to].begin(transfer):",
            "if not room.machine.flows[to].begin(transfer) and room.routes[to].mapped is None:"),

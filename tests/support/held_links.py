@@ -16,7 +16,7 @@ def may_hold(loop: EventLoop) -> set[Epoch]:
 
 def connected(loop: EventLoop) -> set[Peer]:
     """The peers of the transport itself."""
-    transport = loop.me.transport
+    (transport,) = loop.me.transports
     inner = getattr(transport, "_inner", transport)
     assert isinstance(inner, InprocTransport | ShmTransport)
     watched = set(inner._exits._watched) if isinstance(inner, ShmTransport) else set[Peer]()
@@ -34,7 +34,7 @@ def check_links(endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
     }
     left = {what: epochs - may_hold(loop) for what, epochs in held.items() if epochs - may_hold(loop)}
     assert not left, {what: [epoch.hex()[:8] for epoch in epochs] for what, epochs in left.items()}
-    assert connected(loop) <= {link.peer for link in links.values()}, "the transport has a peer without a link"
+    assert connected(loop) <= {peer for _, peer in links}, "the transport has a peer without a link"
     there = {epoch for epoch in loop.peers.epochs() if epoch not in loop.ranks}
     assert there <= held["linked"], "a peer is there without a link"
 

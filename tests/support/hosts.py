@@ -35,7 +35,6 @@ from disagg_kv import (
     PrefillEndpoint,
     Source,
     shard,
-    transport,
 )
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import Expectation
@@ -44,6 +43,7 @@ from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Role, RoomId
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
+from disagg_kv.transports import transports
 from tests.support.answering import answer
 
 ROOT = Path(__file__).parents[2]
@@ -232,7 +232,7 @@ class _Member:
         spec = CacheSpec.kv(LAYERS, HEADS, HEAD_BYTES // 4, "float32")
         shards = [shard(spec, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         pages = setup.tokens // PAGE
-        carrier = transport(setup.transport, **setup.options)
+        carrier = transports(setup.transport, **setup.options)
         self._setup = setup
         self._heads = slice(setup.rank * HEADS // setup.ranks, (setup.rank + 1) * HEADS // setup.ranks)
         self._pool = PagedPool.allocate(spec, shards[setup.rank], pages=pages, page_size=PAGE)
@@ -308,8 +308,8 @@ class _Member:
             self._fill(want, room, tokens)
         return sum(int((self._pool.view(plane) != pages).sum()) for plane, pages in enumerate(want))
 
-    def lanes(self) -> Mapping[str, str]:
-        """The lane to each peer that is there, by its instance, and those that carried rooms of prefill."""
+    def transports(self) -> Mapping[str, str]:
+        """The transport to each peer that is there, by its instance, and those that carried rooms of prefill."""
         end = self._sender or self._receiver
         assert end is not None
         carried = {f"room {room.decode()}": handle.report.transport for room, handle in self._rooms.items()}
@@ -387,7 +387,7 @@ class Node:
     @overload
     def ask(self, name: Literal["look"], *args: object) -> Look: ...
     @overload
-    def ask(self, name: Literal["lanes"]) -> Mapping[str, str]: ...
+    def ask(self, name: Literal["transports"]) -> Mapping[str, str]: ...
     @overload
     def ask(self, name: Literal["close"]) -> Sequence[str]: ...
     @overload

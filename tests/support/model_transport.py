@@ -135,10 +135,6 @@ class ModelTransport:
         self._home.check()
         return self._table.add(buffers)
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        self._home.check()
-        self._table.remove(regions)
-
     def peer_of(self, descriptor: bytes) -> Peer:
         return decode(descriptor, self.name).incarnation
 
@@ -182,7 +178,6 @@ class ModelTransport:
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
         target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
-        self._table.hold(ticket, writes)
         self._flights.append(Flight(ticket, peer, remote, target, source, writes.nbytes, after))
         return ticket
 
@@ -223,7 +218,6 @@ class ModelTransport:
     def end(self, flight: Flight, error: Exception | None) -> None:
         """Report the end of a ticket."""
         self._flights.remove(flight)
-        self._table.quiet(flight.ticket)
         self._events.append(WriteEnded(flight.ticket, error))
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

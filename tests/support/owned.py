@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-ANY_THREAD = frozenset({"wait", "wake", "connect", "open_flags", "unmappable", "map", "lane"})
+ANY_THREAD = frozenset({"wait", "wake", "connect", "open_flags", "unmappable", "map"})
 """Methods of channels and transports that any thread may call at any time."""
 
 

@@ -34,7 +34,16 @@ from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import U8, Event, Flag
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import PeerLost, Settled, SupportsAllocate, Transport, WriteEnded, between_processes, decode
+from disagg_kv.transports import (
+    PeerLost,
+    Settled,
+    SupportsAllocate,
+    Transport,
+    Transports,
+    WriteEnded,
+    between_processes,
+    decode,
+)
 from tests.support.answering import answer
 
 KV = GroupId("kv")
@@ -245,9 +254,12 @@ class Member:
         self.settled()  # UCX finds a GPU through the context that this has made
         own = {} if knobs.drain_s is None else {"drain_s": knobs.drain_s}
         inner = between_processes(knobs.transport, knobs.device, **own)
-        self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)
-        if knobs.late:
-            self._transport = _Late(inner, setup.rank)
+        self._transports: Transports | Sequence[Transport] = inner
+        self._transport = next(iter(inner))
+        if knobs.held_from is not None or knobs.late:
+            held = _Gate(self._transport, knobs.held_from or 0)
+            self._transport = _Late(self._transport, setup.rank) if knobs.late else held
+            self._transports = [self._transport]
         self._copies = _Copies() if knobs.copying else None
         self.pool = PagedPool.allocate(
             SPEC,
@@ -278,7 +290,7 @@ class Member:
         if setup.role == "prefill":
             self.sender = PrefillEndpoint(
                 self.pool,
-                transport=self._transport,
+                transport=self._transports,
                 channel=channel,
                 rendezvous=found,
                 instance=setup.instance,
@@ -293,7 +305,7 @@ class Member:
         else:
             self.receiver = DecodeEndpoint(
                 self.pool,
-                transport=self._transport,
+                transport=self._transports,
                 channel=channel,
                 rendezvous=found,
                 instance=setup.instance,
@@ -414,7 +426,7 @@ class Member:
             len(os.listdir("/proc/self/fd")) - ended,
             ended,
             Path("/proc/self/maps").read_text().count("/memfd:"),
-            len(decode(self._transport.local_descriptor(), self.setup.knobs.transport).regions),
+            len(decode(self._transport.local_descriptor(), self._transport.name).regions),
         )
 
     def open_rooms(self) -> int:

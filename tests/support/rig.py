@@ -40,7 +40,7 @@ from disagg_kv.staging import StagingAllocator
 from disagg_kv.strategies import Feature, Schedule
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
-from disagg_kv.transports import InprocTransport, SupportsAllocate, Transport
+from disagg_kv.transports import InprocTransport, Transport, Transports
 
 KV = GroupId("kv")
 STATE = GroupId("state")
@@ -73,7 +73,7 @@ class Memory:
     pages: int = 64
     layout: Layout = "NHD"
     fused: bool = False
-    transport: Callable[[], Transport] = InprocTransport
+    transport: Callable[[], Transport | Transports] = InprocTransport
     channel: Callable[[Channel], Channel] = _plain
     pool: Callable[[CacheSpec, Shard, Memory], MemoryPool] | None = None
     aux_bytes: int = AUX_BYTES
@@ -104,6 +104,10 @@ class DecodeOptions(TypedDict, total=False):
     scatter_bytes_per_s: float | None
     kernels: Kernels | None
     options: Options
+
+
+def _several(made: Transport | Transports) -> Transports:
+    return made if isinstance(made, Transports) else Transports([made])
 
 
 def _seen(pool: MemoryPool) -> PagedPool:
@@ -286,12 +290,12 @@ class Rig:
         made: Prefills = []
         more = {"slot_bytes": 4096, "options": self.options, **more}
         for rank in range(len(shards)) if only is None else only:
-            transport, observer = of.transport(), Recorder()
+            transports, observer = _several(of.transport()), Recorder()
             channel = of.channel(InprocChannel(self.hub, f"{at or name}{rank}"))
-            pool = self._pool(self.spec, shards[rank], of, transport)
+            pool = self._pool(self.spec, shards[rank], of, transports)
             endpoint = PrefillEndpoint(
                 pool,
-                transport=transport,
+                transport=transports,
                 channel=channel,
                 rendezvous=self.rendezvous,
                 instance=name,
@@ -301,7 +305,7 @@ class Rig:
                 environment=self._environment(life),
                 **more,
             )
-            made.append(self._member(endpoint, _seen(pool), transport, channel, observer))
+            made.append(self._member(endpoint, _seen(pool), next(iter(transports)), channel, observer))
         self.prefills += made
         return made
 
@@ -321,12 +325,12 @@ class Rig:
         made: Decodes = []
         more = {"ring_bytes": 1 << 16, "options": self.options, **more}
         for rank in range(len(shards)) if only is None else only:
-            transport, observer = of.transport(), Recorder()
+            transports, observer = _several(of.transport()), Recorder()
             channel = of.channel(InprocChannel(self.hub, f"{at or name}{rank}"))
-            pool = self._pool(self.decode_spec, shards[rank], of, transport)
+            pool = self._pool(self.decode_spec, shards[rank], of, transports)
             endpoint = DecodeEndpoint(
                 pool,
-                transport=transport,
+                transport=transports,
                 channel=channel,
                 rendezvous=self.rendezvous,
                 instance=name,
@@ -336,7 +340,7 @@ class Rig:
                 environment=self._environment(life),
                 **more,
             )
-            made.append(self._member(endpoint, _seen(pool), transport, channel, observer))
+            made.append(self._member(endpoint, _seen(pool), next(iter(transports)), channel, observer))
         self.decodes += made
         return made
 
@@ -345,13 +349,13 @@ class Rig:
             return Environment(incarnation=life)
         return Environment(clock=self.clock, sleep=_no_sleep, thread=False, engine=self.driven, incarnation=life)
 
-    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
-        pool = of.pool(spec, held, of) if of.pool else self._paged(spec, held, of, transport)
+    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transports: Transports) -> MemoryPool:
+        pool = of.pool(spec, held, of) if of.pool else self._paged(spec, held, of, transports)
         for buffer in pool.buffers:
             bytes_of(buffer)[:] = POISON
         return pool
 
-    def _paged(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+    def _paged(self, spec: CacheSpec, held: Shard, of: Memory, transports: Transports) -> PagedPool:
         return PagedPool.allocate(
             spec,
             held,
@@ -362,7 +366,7 @@ class Rig:
             fused=of.fused,
             aux_slots=4,
             aux_bytes=of.aux_bytes,
-            allocator=transport.allocate if isinstance(transport, SupportsAllocate) else None,
+            allocator=transports.allocator,
         )
 
     def _member(

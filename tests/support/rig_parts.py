@@ -199,10 +199,6 @@ class RecordingTransport:
         """Pass on."""
         return self._inner.register(buffers)
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """Pass on."""
-        self._inner.deregister(regions)
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """Pass on."""
         return self._inner.peer_of(descriptor)

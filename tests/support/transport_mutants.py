@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from typing import ClassVar
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ from disagg_kv.errors import RemoteProtocolError, TransportError
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
-from disagg_kv.transports import Descriptor, Extents, PeerLost, Settled, WriteEnded, copy, decode
+from disagg_kv.transports import Descriptor, PeerLost, Settled, WriteEnded, copy
 from disagg_kv.transports.descriptor import VERSION
 from tests.support.model_transport import Flight, ModelTransport, Place, Remote, stopped
 
@@ -216,61 +216,7 @@ class OffsetOfThePage(ModelTransport):
         return found and attrs.evolve(found, offset=found.offset & ~4095)
 
 
-class ReadsLate(ModelTransport):
-    """A source that is still read can be deregistered."""
-
-    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        ticket = super().submit(peer, writes, after=after)
-        self._table.quiet(ticket)
-        return ticket
-
-
 # Regions and peers
-
-
-class KeepsRegions(ModelTransport):
-    """A newer descriptor adds regions and removes none."""
-
-    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        known = self._peers.get(decode(descriptor, self.name).incarnation)
-        peer = super().connect(descriptor, timeout_s)
-        now = self._peers.get(peer)
-        if known is not None and now is not None:
-            places = {**known.extents._one, **now.extents._one}
-            extents = Extents(((i, base, nbytes) for i, (base, nbytes) in places.items()), "the peer's")
-            self._peers.remove(peer)
-            self._peers.add(peer, attrs.evolve(now, memory={**known.memory, **now.memory}, extents=extents))
-        return peer
-
-
-class DropsForDeregistered(ModelTransport):
-    """The target drops what comes for a region that it has deregistered, and acknowledges it."""
-
-    everyone: ClassVar[WeakValueDictionary[Peer, DropsForDeregistered]] = WeakValueDictionary()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.everyone[self._me] = self
-        self._remote: dict[Ticket, set[int]] = {}
-
-    def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        ticket = super().submit(peer, writes, after=after)
-        self._remote[ticket] = set(writes.remote.tolist())
-        return ticket
-
-    def move(self, flight: Flight) -> None:
-        known = {region for region, _ in self.everyone[flight.peer]._table.items()}
-        if not self._remote[flight.ticket] <= known:
-            flight.nbytes = np.zeros_like(flight.nbytes)
-        super().move(flight)
-
-
-class LastDescriptorCounts(ModelTransport):
-    """Of two descriptors it believes the one that came last."""
-
-    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        self._peers.remove(decode(descriptor, self.name).incarnation)
-        return super().connect(descriptor, timeout_s)
 
 
 class FirstDescriptorCounts(ModelTransport):
@@ -342,14 +288,6 @@ class KeepsFiles(ModelTransport):
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         os.open("/dev/null", os.O_RDONLY)
         return super().connect(descriptor, timeout_s)
-
-
-class KeepsFilesOfRegions(ModelTransport):
-    """It keeps a descriptor for each region."""
-
-    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        os.open("/dev/null", os.O_RDONLY)
-        return super().register(buffers)
 
 
 class KeepsThreads(ModelTransport):

@@ -269,7 +269,6 @@ class UnsaidUnquiet(ModelTransport):
 
     def end(self, flight: Flight, error: Exception | None) -> None:
         self._flights.remove(flight)
-        self._table.quiet(flight.ticket)
         self._events.append(WriteEnded(flight.ticket, error, quiesced=error is None))
 
 

@@ -17,10 +17,7 @@ from disagg_kv.transports import (
     PeerLost,
     Settled,
     ShmTransport,
-    Transport,
     WriteEnded,
-    combine,
-    transport,
 )
 
 
@@ -37,16 +34,6 @@ def faultless_shm() -> FaultyTransport:
 def emulated_shm() -> EmulatedWire:
     """A wire of a gigabyte a second, 50 us long."""
     return emulate(ShmTransport(), 1e9, 5e-5)
-
-
-def inproc_or_shm() -> Transport:
-    """A lane that reaches its own process, and one that reaches others."""
-    return combine([InprocTransport(), ShmTransport()])
-
-
-def shm_or_nixl() -> Transport:
-    """Shared memory first, and NIXL for those that it does not reach."""
-    return combine([ShmTransport(), transport("nixl")])
 
 
 class SlowTransport(FaultyTransport):

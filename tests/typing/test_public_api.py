@@ -56,9 +56,6 @@ class Nowhere:
         """Number them."""
         return [RegionId(i) for i in range(len(buffers))]
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """Nothing to forget."""
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """Everyone is the same."""
         return Peer(b"nobody")

@@ -43,7 +43,7 @@ class Finding:
         detail: more about it; if it does not work, the reason.
         remedy: how to make it work.
         library: a transport's package, its version, and the module that is imported.
-        lanes: the lanes of a transport's writes of CPU memory within this host, if they can be found out.
+        over: what a transport's writes of CPU memory go over within this host, if that can be found out.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Finding:
     detail: str = ""
     remedy: str = ""
     library: str = ""
-    lanes: str = ""
+    over: str = ""
 
     def __str__(self) -> str:
         word = "works" if self.works else "NO"
         parts = [self.detail, self.remedy and f"remedy: {self.remedy}", self.library]
-        parts.append(self.lanes and f"writes use {self.lanes}")
+        parts.append(self.over and f"writes go over {self.over}")
         return f"{self.name:<15} {word:<6} {'; '.join(filter(None, parts))}".rstrip()
 
 
@@ -125,21 +125,21 @@ def mover(finding: Finding) -> Finding:
 
 
 def _carrier(finding: Finding) -> Finding:
-    """The same with the library behind the transport, and its lanes."""
+    """The same with the library behind the transport, and what its writes go over."""
     if not finding.works:
         return finding
     if finding.name in EXPOSED:
         return evolve(finding, detail=EXPOSED[finding.name])
     if finding.name == "nixl":
         from ..transports.nixl_library import load
-        from .lanes import ucx_lanes
+        from .ucx import ucx_transports
 
-        return evolve(finding, library=distribution(load().module.__name__), lanes=ucx_lanes())
+        return evolve(finding, library=distribution(load().module.__name__), over=ucx_transports())
     if finding.name == "mooncake":
         return evolve(
             finding,
             library=distribution("mooncake"),
-            lanes="tcp (configured; the library does not report its lane)",
+            over="tcp (configured; the library does not report it)",
         )
     return finding
 
@@ -154,14 +154,13 @@ def automatic() -> Sequence[Finding]:
     """What transport ``auto`` gives the peers of an endpoint, by kind of memory."""
     import torch
 
-    from ..transports import transport
-    from ..transports.combining import said_name
+    from ..transports import transports
 
     found = []
     for device in ("cpu", "cuda:0")[: 1 + torch.cuda.is_available()]:
         try:
-            made = transport("auto", device=device)
-            found.append(Finding("auto", True, f"memory on {device}: {said_name(made)}"))
+            made = transports("auto", device=device)
+            found.append(Finding("auto", True, f"memory on {device}: {made}"))
             made.close(0.0)
         except DisaggKVError as error:
             found.append(Finding("auto", False, f"memory on {device}: {error}"))

@@ -15,7 +15,7 @@ from ..planning import Batch, Groups, LayerRun, Pace
 from ..strategies import Explanation, LayerPipelined, PairCount, explain
 from .options import DecodePageSize, Layers, PageSize, number
 from .output import Json, JsonFlag, emit
-from .plan_lanes import PairChoice, chosen, hosts_of, planned
+from .plan_transports import PairChoice, chosen, hosts_of, planned
 
 MIB = 1 << 20
 WIRE_BYTES_PER_S = 4e9
@@ -60,7 +60,7 @@ def plan(
     spec = _spec(layers, kv_heads, head_dim, v_head_dim, mla_latent, dtype)
     into = _decoded(spec, dtype, decode_dtype, decode_scales)
     prefills, decodes = ranks(spec, prefill_tp, prefill_pp), ranks(into, decode_tp, decode_pp)
-    lanes = None if transport is None else planned(transport)
+    several = None if transport is None else planned(transport)
     hosts = hosts_of(prefill_hosts, len(prefills), "prefill"), hosts_of(decode_hosts, len(decodes), "decode")
     converted = ", ".join(sorted(conversions(spec, into))) or None
     found = explain(
@@ -76,7 +76,7 @@ def plan(
         decode_spec=into,
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
-    choices = None if lanes is None else chosen(found, lanes, hosts, maps)
+    choices = None if several is None else chosen(found, several, hosts, maps)
     emit(
         {**document(found, groups, choices), "conversion": converted},
         _paths(found),
@@ -165,8 +165,8 @@ def _choice(one: PairChoice) -> dict[str, Json]:
     return {
         "prefill_rank": one.pair.writer,
         "decode_rank": one.pair.target,
-        "transport": one.lane or None,
-        "transport_reason": one.lane_reason,
+        "transport": one.transport or None,
+        "transport_reason": one.transport_reason,
         "path": one.path or None,
         "path_reason": one.reason,
     }
@@ -177,8 +177,8 @@ def _choices(choices: Sequence[PairChoice]) -> Table:
     caption = f"and {more:,} more pairs: --json" if more > 0 else None
     table = Table("prefill", "decode", "transport", "path", "", title="What each pair of ranks takes", caption=caption)
     for one in choices[:SHOWN_PAIRS]:
-        why = Text(f"{one.lane_reason}; {one.reason}")
-        table.add_row(str(one.pair.writer), str(one.pair.target), one.lane or "-", one.path or "-", why)
+        why = Text(f"{one.transport_reason}; {one.reason}")
+        table.add_row(str(one.pair.writer), str(one.pair.target), one.transport or "-", one.path or "-", why)
     return table
 
 

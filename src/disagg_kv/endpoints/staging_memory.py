@@ -10,31 +10,31 @@ from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..kernels import Kernels, SupportsWarmUp, kernels_for
 from ..memory import Buffer, MemoryPool, new_buffer
 from ..staging import ALIGNMENT, StagingAllocator
-from ..transports import SupportsAllocate, Transport
+from ..transports import SupportsAllocate, Transports
 
 
-def new_staging(transport: Transport, nbytes: int, device: str) -> Buffer:
+def new_staging(transports: Transports, nbytes: int, device: str) -> Buffer:
     """Staging memory: the transport's own where it has a say in that, else plain memory on ``device``.
 
     Raises:
         ConfigurationError: the transport gives memory of another kind than the pages on ``device``.
     """
-    if not isinstance(transport, SupportsAllocate):
+    if transports.allocator is None:
         return new_buffer(nbytes, device)
-    staging = transport.allocate(nbytes)
+    staging = transports.allocator(nbytes)
     if staging.device.partition(":")[0] != device.partition(":")[0]:
         raise ConfigurationError(
-            f"transport {transport.name!r} gives staging memory on {staging.device!r}, and the pool's pages lie on "
+            f"transport {transports.name!r} gives staging memory on {staging.device!r}, and the pool's pages lie on "
             f"{device!r}: gather and scatter copy within one kind of memory"
         )
     return staging
 
 
-def exposable(transport: Transport, buffers: list[Buffer]) -> bool:
-    """True where peers can write to these buffers once they are registered."""
-    if not transport.caps.own_memory_only:
+def exposable(transports: Transports, buffers: list[Buffer]) -> bool:
+    """True where peers can write to these buffers once they are registered, whichever transport carries them."""
+    if not any(one.caps.own_memory_only for one in transports):
         return True
-    return isinstance(transport, SupportsAllocate) and all(transport.allocated(b) for b in buffers)
+    return all(any(isinstance(one, SupportsAllocate) and one.allocated(b) for one in transports) for b in buffers)
 
 
 def ready_kernels(pool: MemoryPool, kernels: Kernels | None, verify: Verify, copies: bool = False) -> Kernels:

@@ -25,9 +25,9 @@ from ..geometry import Shard
 from ..ids import Role
 from ..memory import Event, MemoryPool
 from ..rendezvous import EtcdRendezvous, Rendezvous, RequestRendezvous
-from ..transports import Transport, between_processes
-from ..transports.lane_offers import JOIN
+from ..transports import Transports, between_processes
 from ..transports.registry import AUTO
+from ..transports.several import JOIN
 from .meeting import meet_at
 from .options import EngineOptions
 from .shown import Shown
@@ -247,12 +247,12 @@ def _channel(options: EngineOptions, scratch: Path | None, name: str) -> Channel
     return ZmqChannel(options.listen or "tcp://127.0.0.1:0", keys=keys)
 
 
-def _transport(options: EngineOptions, device: str, channel: Channel) -> Transport:
-    """The transport of the options for memory on a device, as far as a channel reaches.
+def _transport(options: EngineOptions, device: str, channel: Channel) -> Transports:
+    """The transports of the options for memory on a device, as far as a channel reaches.
 
     Raises:
         UnknownNameError: a transport, or an option of one, of another name.
-        ConfigurationError: it cannot move such memory.
+        ConfigurationError: none can move such memory.
     """
     name, given, host = options.transport, options.transport_options, reached_at(channel.address)
     if name == AUTO or JOIN in name:

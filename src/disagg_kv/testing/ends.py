@@ -121,10 +121,6 @@ class End:
         """While True, do not poll."""
         self._resting = resting
 
-    def drop(self, region: RegionId) -> None:
-        """Deregister; the memory can still be read."""
-        self.transport.deregister([region])
-
     def release(self, region: RegionId) -> object:
         """Forget the buffer, and return what keeps its memory alive; it is still registered."""
         return self._buffers.pop(region).owner
@@ -262,7 +258,6 @@ class Child:
     add_part = _asked(End.add_part)
     read_whole = _asked(End.read_whole)
     rest = _asked(End.rest)
-    drop = _asked(End.drop)
     forget = _asked(End.forget)
     read = _asked(End.read)
     fill = _asked(End.fill)

@@ -149,14 +149,6 @@ class FaultyTransport:
         """See :meth:`Transport.register`."""
         return self._inner.register(buffers)
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`; refuses what a held ticket still reads."""
-        for ticket, held in self._held.items():
-            used = sorted(held.sources.intersection(regions))
-            if used:
-                raise RegistrationError(f"local region {used[0]} is used by ticket {ticket}, which is not quiet")
-        self._inner.deregister(regions)
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """See :meth:`Transport.peer_of`."""
         return self._inner.peer_of(descriptor)

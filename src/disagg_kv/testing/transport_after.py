@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from ..errors import DisaggKVError, RegistrationError, RemoteProtocolError
+from ..errors import RemoteProtocolError
 from ..ids import RegionId
 from ..transports import WriteEnded
 from .ends import End
@@ -19,15 +19,6 @@ WATCHED_S = 0.2
 
 LARGE = (4 << 20) + 3
 """Bytes of one write that no transport may cut short."""
-
-
-def gives_no_access(pair: Pair, region: RegionId, when: str) -> None:
-    """A write to a region of the target is refused by ``submit``."""
-    try:
-        pair.source.submit(pair.peer, batch(pair.local, region, [(0, 0, 10)]))
-    except RegistrationError:
-        return
-    pytest.fail(f"a region that the target has deregistered is still written to, {when}")
 
 
 def fenced(pair: Pair, region: RegionId, watched_s: float) -> None:
@@ -75,33 +66,6 @@ class AfterwardsCases(TransportCases):
             pair.target.submit(back, batch(pair.remote, mine, [(0, 0, NBYTES)]))
         pair.target.close(0.0)
         fenced(pair, mine, WATCHED_S)
-
-    def test_a_deregistered_region_is_not_written_to_by_later_descriptors(self, pair: Pair) -> None:
-        """A later descriptor takes the access away, and an older one that comes late does not bring it back."""
-        region = pair.target.add(np.full(100, POISON, np.uint8))
-        older = pair.target.descriptor()
-        assert pair.connect() == pair.peer, "a newer descriptor names another peer"
-        pair.succeed(pair.source.submit(pair.peer, batch(pair.local, region, [(0, 0, 10)])))
-        pair.target.drop(region)
-        assert pair.connect() == pair.peer, "a newer descriptor names another peer"
-        gives_no_access(pair, region, "although the peer was connected with a later descriptor")
-        assert pair.source.connect(older, self.timeout_s) == pair.peer, "an older descriptor names another peer"
-        gives_no_access(pair, region, "since an older descriptor came late")
-        pair.put((0, 0, 100))
-        pair.check()
-
-    def test_a_write_to_a_region_that_is_deregistered_meanwhile_is_not_lost_in_silence(self, pair: Pair) -> None:
-        """By a peer that has not seen the later descriptor: it is refused, fails, or its bytes are there."""
-        region = pair.target.add(np.full(100, POISON, np.uint8))
-        pair.connect()
-        pair.target.drop(region)
-        try:
-            ticket = pair.source.submit(pair.peer, batch(pair.local, region, [(0, 0, 100)]))
-        except DisaggKVError:
-            return
-        if pair.end(ticket).error is None:
-            there = np.array_equal(pair.target.read(region), pair.data[:100])
-            assert there, "a write to a deregistered region is reported as done, and its bytes are not there"
 
     def test_a_region_may_begin_and_end_anywhere_in_an_allocation(self, pair: Pair) -> None:
         """Offsets count from the region, not from the allocation; bytes around it stay as they are."""

@@ -83,7 +83,7 @@ class EventCases(TransportCases):
     def test_an_event_that_fails_ends_its_batch_of_which_nothing_moves(
         self, waiting: Pair, rows: list[Row], error: Exception
     ) -> None:
-        """Quiet at once: the memory can be taken back."""
+        """Quiet at once."""
         pair, flag = waiting, FiredEvent()
         ticket = submit_after(pair, rows, flag)
         pair.work()
@@ -93,7 +93,6 @@ class EventCases(TransportCases):
         assert isinstance(ended.error, TransportError), f"{ended}: wanted a TransportError"
         assert "the engine's own" in str(ended.error), f"{ended}: the error does not name that of the event"
         pair.check()
-        pair.source.drop(pair.local)
 
     @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
     def test_close_ends_what_still_waits(self, waiting: Pair, rows: list[Row]) -> None:

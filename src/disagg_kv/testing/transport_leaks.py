@@ -10,12 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from .ends import Child, End
 from .limits import held
-from .pair import POISON, Pair, batch, noise
+from .pair import Pair, batch, noise
 from .transport_cases import NBYTES, TransportCases
 
 SETTLED_S = 20.0
@@ -69,29 +68,6 @@ class LeakCases(TransportCases):
 
         self._stays(once, "connect, write, disconnect", self.kept_per_connect)
         pair.check()
-
-    def test_newer_descriptors_leave_nothing_open(self, pair: Pair) -> None:
-        """Regions come and go at the target; the source connects with each descriptor, and writes."""
-
-        def once() -> None:
-            region = pair.target.add(np.full(100, POISON, np.uint8))
-            assert pair.connect() == pair.peer, "a peer that is connected again has another name"
-            pair.succeed(pair.source.submit(pair.peer, batch(pair.local, region, [(0, 0, 100)])))
-            pair.target.drop(region)
-            pair.target.forget(region)
-            assert pair.connect() == pair.peer, "a peer that is connected again has another name"
-
-        self._stays(once, "connect with a newer descriptor", self.kept_per_connect)
-
-    def test_regions_leave_nothing_open(self, end: End) -> None:
-        """Registered and deregistered."""
-
-        def once() -> None:
-            region = end.add(noise(4096))
-            end.drop(region)
-            end.forget(region)
-
-        self._stays(once, "register, deregister")
 
     def test_closed_transports_leave_nothing_open(self) -> None:
         """Both sides of a connection, made and closed."""

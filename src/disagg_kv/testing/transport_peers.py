@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ..errors import DisaggKVError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
-from ..ids import Peer, RegionId
+from ..ids import Peer
 from ..memory import Buffer
 from ..transports import SupportsAllocate
 from .ends import End, plain
@@ -60,51 +60,12 @@ class MemoryCases(TransportCases):
         with refused(RegistrationError, "memory that cannot be read"):
             end.transport.register([Buffer(4096, 4096)])
 
-    def test_unknown_regions_cannot_be_deregistered(self, end: End) -> None:
-        """Nor twice the same; and nothing is forgotten when one of several is unknown."""
-        region = end.add(noise(4096))
-        other = end.add(noise(4096))
-        for bad in ([RegionId(999)], [region, RegionId(999)], [region, region]):
-            with refused(RegistrationError, f"deregistering {bad}, of which one is unknown or given twice"):
-                end.transport.deregister(bad)
-        end.drop(region)
-        with refused(RegistrationError, "deregistering a region twice"):
-            end.drop(region)
-        end.drop(other)
-
-    def test_deregistered_memory_can_be_registered_again(self, end: End) -> None:
-        """The overlap is over."""
-        buffer = self.memory().allocate(end.transport, 4096)
-        for _ in range(3):
-            end.transport.deregister(end.transport.register([buffer]))
-
     def test_registered_memory_lives_although_its_owner_lets_go(self, end: End) -> None:
-        """Peers may write to it until it is deregistered."""
+        """Peers may write to it."""
         region = end.add(noise(4096))
         owner = weakref.ref(end.release(region))
         gc.collect()
         assert owner() is not None, "the memory of a registered region was freed with its owner"
-        end.drop(region)
-
-    def test_no_write_uses_a_region_after_it_was_deregistered(self, pair: Pair) -> None:
-        """New writes from it are refused."""
-        pair.source.drop(pair.local)
-        with refused(RegistrationError, "a write from a deregistered region"):
-            pair.submit((0, 0, 10))
-        pair.check()
-
-    def test_a_source_that_is_still_read_is_not_deregistered(self, pair: Pair) -> None:
-        """Where deregistering succeeds, nothing reads the memory any more: it can be overwritten at once."""
-        ticket = pair.submit((0, 0, NBYTES))
-        try:
-            pair.source.drop(pair.local)
-        except RegistrationError:
-            pair.succeed(ticket)
-            pair.source.drop(pair.local)
-        pair.source.fill(pair.local, np.full(NBYTES, POISON, np.uint8))
-        pair.succeed(ticket)
-        pair.want[:] = pair.data
-        pair.check()
 
     def test_allocated_memory_is_zero_and_begins_at_a_page(self, end: End) -> None:
         """With SupportsAllocate."""

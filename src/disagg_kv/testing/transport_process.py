@@ -76,7 +76,6 @@ class ProcessCases(VictimCases):
         ended = [log.ended[ticket] for ticket in tickets]
         lost = all(isinstance(one.error, PeerLostError) and one.quiesced for one in ended)
         assert lost, f"{ended}: wanted a PeerLostError, and quiet tickets"
-        apart.source.drop(apart.local)
 
     def test_a_killed_peer_writes_nothing_after_its_fence(self, apart: Pair, victim: Child) -> None:
         """What ``PeerLost(fenced=True)`` claims, also if tickets fail before it is reported."""

@@ -3,36 +3,35 @@
 from .base import (
     Capabilities,
     Flags,
-    Lane,
     LinkCost,
     PeerLost,
     Settled,
     SupportsAllocate,
     SupportsFlags,
-    SupportsLanes,
     SupportsMapping,
     Transport,
     WriteEnded,
 )
-from .combining import combine
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .inproc import InprocTransport
 from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
-from .registry import available, between_processes, default_transport, register_transport, transport
+from .registry import available, between_processes, default_transport, register_transport, transport, transports
+from .several import Carrier, Failed, Transports
 from .shm import ShmTransport
 
 __all__ = [
     "PROCESS",
     "Capabilities",
+    "Carrier",
     "Connected",
     "Descriptor",
     "Extents",
+    "Failed",
     "Flags",
     "Home",
     "InprocTransport",
-    "Lane",
     "LinkCost",
     "PeerLost",
     "Process",
@@ -42,14 +41,13 @@ __all__ = [
     "ShmTransport",
     "SupportsAllocate",
     "SupportsFlags",
-    "SupportsLanes",
     "SupportsMapping",
     "Transport",
+    "Transports",
     "Watch",
     "WriteEnded",
     "available",
     "between_processes",
-    "combine",
     "copy",
     "decode",
     "default_transport",
@@ -57,5 +55,6 @@ __all__ = [
     "pack",
     "register_transport",
     "transport",
+    "transports",
     "unpack",
 ]

@@ -63,23 +63,6 @@ class Capabilities:
 
 
 @frozen
-class Lane:
-    """What carries the writes to one peer, where a transport has several ways.
-
-    Args:
-        name: of the way, a transport's.
-        caps: what it promises for this peer; ``drain_s`` holds for all ways that the peer may write over.
-        reason: why the peer got it.
-        lost: why it carries nothing any more; empty: it does.
-    """
-
-    name: str
-    caps: Capabilities
-    reason: str
-    lost: str = ""
-
-
-@frozen
 class WriteEnded:
     """The one terminal event of a ticket.
 
@@ -130,21 +113,11 @@ class Transport(Protocol):
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """Register buffers as sources of writes and, where possible, as targets of peers' writes.
 
-        Returns their region ids in the same order. The buffers' owners are kept alive until ``deregister``.
+        Returns their region ids in the same order. Descriptors that are made later have them. The buffers' owners are
+        kept alive until ``close``.
 
         Raises:
             RegistrationError: memory of another kind, unreadable memory, or memory that overlaps a live region.
-        """
-        ...
-
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """Remove regions that no unquiet ticket uses.
-
-        Later descriptors give no access to them, and an older one that comes late brings none back. A peer that
-        connected before may keep the access that it had.
-
-        Raises:
-            RegistrationError: an unknown region, or one that an unquiet ticket uses.
         """
         ...
 
@@ -272,7 +245,7 @@ class SupportsMapping(Protocol):
     """A transport that maps a peer's memory, so that kernels of this process write into the peer's pages.
 
     Kernels write at their own time: no ticket, no ``poll`` and no :meth:`Transport.disconnect` of the transport's waits
-    for them. A mapping outlives its peer's process, the peer's ``deregister``, ``disconnect`` and ``close``: it stays
+    for them. A mapping outlives its peer's process, ``disconnect``, and ``close`` of either side: it stays
     for as long as the owner of a returned buffer is referenced. That is also why neither side can take it back.
 
     It may expose more than the region: the whole allocation that holds it.
@@ -305,21 +278,5 @@ class SupportsMapping(Protocol):
             RegistrationError: the region is not known, or its memory cannot be mapped for such a device: says why.
             PeerLostError: the peer has ended.
             TransportError: an unknown peer, or the system refuses the mapping.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsLanes(Protocol):
-    """A transport whose promises differ by peer: each peer has a lane, with its name and capabilities.
-
-    The lane's ``caps`` count for :meth:`Transport.submit`, where they promise more than the transport's own.
-    """
-
-    def lane(self, peer: Peer) -> Lane:
-        """Return the lane of a connected peer. Any thread may call it.
-
-        Raises:
-            TransportError: an unknown peer.
         """
         ...

@@ -183,13 +183,6 @@ class CudaIpcTransport:
         except (TransportError, IndexError) as error:
             raise RegistrationError(f"{said(buffer)}: this process sees no such GPU: {error}") from error
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`; no fence: a peer that has mapped the memory can go on writing to it."""
-        self._home.check_open()
-        self._table.remove(regions)
-        for region in regions:
-            del self._places[region]
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """See :meth:`Transport.peer_of`."""
         return decode(descriptor, self.name).incarnation
@@ -363,7 +356,6 @@ class CudaIpcTransport:
             # Not by ``isinstance``: to look a protocol's members up takes longer than to queue the copies.
             hosts = [event for event in given if getattr(event, "cuda_event", None) is None]
             flight = _Flight(ticket, remote, *ranges, given, hosts)
-            self._table.hold(ticket, writes)
             remote.flights.append(flight)
             self._flying[remote] = None
             self._begin(flight)
@@ -400,9 +392,7 @@ class CudaIpcTransport:
             failed = TransportError(f"cuda_ipc: ticket {flight.ticket}: {error}")
             failed.__cause__ = error
             error = failed
-        if quiesced:
-            self._table.quiet(flight.ticket)
-        else:
+        if not quiesced:
             self._unquiet.add(flight.ticket)
             flight.remote.unquiet = True
         self._events.append(WriteEnded(flight.ticket, error, quiesced))

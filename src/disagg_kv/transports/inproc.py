@@ -77,11 +77,6 @@ class InprocTransport:
         with self._target:
             return self._table.add(buffers)
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`; waits for a copy into this transport that another thread makes."""
-        with self._target:
-            self._table.remove(regions)
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """See :meth:`Transport.peer_of`."""
         return decode(descriptor, self.name).incarnation

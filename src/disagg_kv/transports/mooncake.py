@@ -29,9 +29,9 @@ from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
-from .mooncake_lanes import WorkerPool
 from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .mooncake_single import Singles
+from .mooncake_workers import WorkerPool
 from .process import Home, Process, keep_in_children
 from .regions import Extents, RegionTable
 from .waiting import happened, not_posted
@@ -57,7 +57,6 @@ class MooncakeTransport:
         host: name or address under which peers reach this host; the default serves one host only, and each engine has
             an address of its own in 127.0.0.0/8 then, if that is the host's.
         protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink_intra"`` for GPU memory (and nothing else) on one host.
-        metadata: ``"P2PHANDSHAKE"``, or the URL of a metadata service that all peers use.
         device_name: RDMA devices to use, separated by commas; empty: all.
         workers: how many peers they write to at the same time; each of their calls spins on a core.
         timeout_s: after which a write without an end fails, at least 5; None: MC_TRANSFER_TIMEOUT, else 30.
@@ -85,7 +84,6 @@ class MooncakeTransport:
         *,
         host: str = "127.0.0.1",
         protocol: str = "tcp",
-        metadata: str = "P2PHANDSHAKE",
         device_name: str = "",
         workers: int = 4,
         timeout_s: int | None = None,
@@ -111,24 +109,22 @@ class MooncakeTransport:
         self._home = Home("this transport 'mooncake'")
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
-        if host == _LOOPBACK and metadata == "P2PHANDSHAKE" and "MC_TCP_BIND_ADDRESS" not in os.environ:
+        if host == _LOOPBACK and "MC_TCP_BIND_ADDRESS" not in os.environ:
             host = loopback(f"127.{1 + self._me[0] % 254}.{self._me[1]}.{1 + self._me[2] % 254}")
         engine = Engine(
             module,
             host=host,
-            metadata=metadata,
             protocol=protocol,
             device_name=device_name,
-            name=self._me.hex(),
             timeout_s=timeout_s,
             quiet=quiet,
         )
         keep_in_children(engine)
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
-        self._lanes = WorkerPool(2 * workers if protocol == "nvlink_intra" else workers, "mooncake")
-        self._singles = Singles(self._shared, self._lanes, clock) if engine.begins else None
-        weakref.finalize(self, self._lanes.stop)
+        self._workers = WorkerPool(2 * workers if protocol == "nvlink_intra" else workers, "mooncake")
+        self._singles = Singles(self._shared, self._workers, clock) if engine.begins else None
+        weakref.finalize(self, self._workers.stop)
         self._clock = clock
         self._look_at = clock()
         self._table = RegionTable(self.caps.devices)
@@ -154,13 +150,6 @@ class MooncakeTransport:
                 self._table.remove(regions)
                 raise
         return regions
-
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`; over tcp, later writes of peers are refused here."""
-        self._collect()
-        engine = self._engine()
-        for buffer in self._table.remove(regions):
-            engine.unregister(buffer.addr)
 
     def peer_of(self, descriptor: bytes) -> Peer:
         """See :meth:`Transport.peer_of`."""
@@ -226,7 +215,6 @@ class MooncakeTransport:
         elif remote.lost:
             self._events.append(WriteEnded(ticket, PeerLostError(f"{remote} is lost")))
         else:
-            self._table.hold(ticket, writes)
             flight = self._flights[ticket] = Flight(ticket, remote, calls, self._shared)
             if after is None:
                 self._begin(flight)
@@ -242,9 +230,9 @@ class MooncakeTransport:
         elif self._address.protocol == "nvlink_intra":
             # Two at a time: the library copies on a stream of the calling thread, which is idle between two calls.
             remote.turn = 1 - remote.turn
-            self._lanes.put((remote.peer, remote.turn), flight.step)
+            self._workers.put((remote.peer, remote.turn), flight.step)
         else:
-            self._lanes.put(remote.peer, flight.step)
+            self._workers.put(remote.peer, flight.step)
 
     def _begin_due(self) -> None:
         """Begin what has waited for an event that has happened; one that never will, ends."""
@@ -292,7 +280,7 @@ class MooncakeTransport:
         self._drain(drain_s)
         with self._shared.gate:
             self._shared.engine = None
-        self._lanes.stop()
+        self._workers.stop()
         self._collect()
         for ticket, flight in tuple(self._flights.items()):
             if flight.posting:
@@ -319,7 +307,7 @@ class MooncakeTransport:
             if self._singles is not None:
                 self._singles.look()
             time.sleep(PAUSE_S)
-        self._lanes.drain(until - time.monotonic())
+        self._workers.drain(until - time.monotonic())
 
     def _engine(self) -> Engine:
         self._home.check()
@@ -359,15 +347,12 @@ class MooncakeTransport:
 
     def _settle(self, ticket: Ticket) -> None:
         if self._unquiet.pop(ticket, None) is not None:
-            self._table.quiet(ticket)
             self._events.append(Settled(ticket))
 
     def _end(self, flight: Flight, ended: WriteEnded) -> None:
         del self._flights[flight.ticket]
         self._events.append(ended)
-        if ended.quiesced:
-            self._table.quiet(flight.ticket)
-        else:
+        if not ended.quiesced:
             self._unquiet[flight.ticket] = flight.remote
 
     def _look(self, remote: Remote, now: float) -> None:

@@ -226,7 +226,7 @@ class Flight:
             lost = PeerLostError(f"{what}: no process listens there any more")
             lost.__cause__ = error.__cause__
             return lost
-        reason = "it does not answer" if error is not None else "refused; the region may be deregistered there"
+        reason = "it does not answer" if error is not None else "refused; the region may be gone there"
         failed = TransportError(f"{what}: {reason}", retryable=error is not None)
         failed.__cause__ = error
         return failed

@@ -140,10 +140,8 @@ class Engine:
     Args:
         module: from :func:`load`.
         host: how peers reach this host.
-        metadata: ``"P2PHANDSHAKE"`` or the URL of a metadata service.
         protocol: one of :data:`SWITCHES`.
         device_name: RDMA devices to use, comma-separated; empty: all.
-        name: under which a metadata service knows the engine.
         timeout_s: of a write, at least 5; None: the environment's or the library's.
         quiet: the library writes nothing to stdout and stderr.
 
@@ -156,20 +154,17 @@ class Engine:
         module: ModuleType,
         *,
         host: str,
-        metadata: str,
         protocol: str,
         device_name: str,
-        name: str,
         timeout_s: int | None,
         quiet: bool,
     ) -> None:
-        what = f"mooncake: engine at {host!r}, metadata {metadata!r}, protocol {protocol!r}, device {device_name!r}"
+        what = f"mooncake: engine at {host!r}, protocol {protocol!r}, device {device_name!r}"
         if protocol == "rdma" and not _RDMA_DEVICES.is_dir():
             raise ConfigurationError(f"{what}: this host has no RDMA device, and the library would use tcp in silence")
         for variable, harm in _HARMFUL.items():
             if variable in os.environ:
                 raise ConfigurationError(f"{what}: unset the environment variable {variable}: {harm}")
-        p2p = metadata == "P2PHANDSHAKE"
         switches: dict[str, str | None] = dict.fromkeys(s for each in SWITCHES.values() for s in each)
         switches |= SWITCHES[protocol]
         if timeout_s is not None:
@@ -180,7 +175,7 @@ class Engine:
             _level(module, _ERROR if quiet else None)
             engine = cast("_Engine", module.TransferEngine())
             try:
-                code = engine.initialize(host if p2p else f"{host}-{name}", metadata, protocol, device_name)
+                code = engine.initialize(host, "P2PHANDSHAKE", protocol, device_name)
             except RuntimeError as error:
                 raise ConfigurationError(f"{what}: {error}") from error
             _level(module, _FATAL if quiet else None)
@@ -192,13 +187,12 @@ class Engine:
             if hasattr(engine, "batch_transfer_sync_write_arrays")
             else None
         )
-        # Without its pool of connections the library makes one for each write, and waits for it; from a metadata
-        # service, or without its cache, it fetches what it knows of a peer while it begins a write.
+        # Without its pool of connections the library makes one for each write, and waits for it; without its cache, it
+        # fetches what it knows of a peer while it begins a write.
         pooled = os.environ.get("MC_TCP_ENABLE_CONNECTION_POOL", "1").lower() not in ("0", "false", "no")
-        self.begins = protocol == "tcp" and p2p and pooled and "MC_DISABLE_METACACHE" not in os.environ
+        self.begins = protocol == "tcp" and pooled and "MC_DISABLE_METACACHE" not in os.environ
         self.port = engine.get_rpc_port()
-        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        self.session = address if p2p else f"{host}-{name}"
+        self.session = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def register(self, addr: int, nbytes: int) -> None:
         """Let peers write to memory.

@@ -16,7 +16,7 @@ from attrs import define
 from ..ids import Peer, Ticket
 from .base import Settled, WriteEnded
 from .mooncake_flight import Flight, One, Shared
-from .mooncake_lanes import WorkerPool
+from .mooncake_workers import WorkerPool
 
 DEPTH = 2
 """Writes to one peer that the library has at the same time: it need not wait until the end of one is seen."""
@@ -41,13 +41,13 @@ class Singles:
 
     Args:
         shared: with the transport.
-        lanes: what may block is left to them.
+        workers: what may block is left to them.
         clock: seconds that never go back.
     """
 
-    def __init__(self, shared: Shared, lanes: WorkerPool, clock: Callable[[], float]) -> None:
+    def __init__(self, shared: Shared, workers: WorkerPool, clock: Callable[[], float]) -> None:
         self._shared = shared
-        self._lanes = lanes
+        self._workers = workers
         self._clock = clock
         self._posted: list[_Posted] = []
         self._waiting: dict[Peer, deque[Flight]] = {}
@@ -92,7 +92,7 @@ class Singles:
         while waiting and sum(p.flight.remote.peer == peer and not p.given_up for p in self._posted) < DEPTH:
             flight = waiting.popleft()
             if not self.takes(flight):
-                self._lanes.put(peer, flight.step)
+                self._workers.put(peer, flight.step)
                 continue
             call = flight.calls.popleft()
             assert isinstance(call, One)
@@ -113,7 +113,7 @@ class Singles:
             flight.remote.suspect = True
             if not one.given_up:
                 # To find out whether the peer is still there may take seconds.
-                self._lanes.put(flight.remote.peer, partial(flight.failed, one.call, status, elapsed_s))
+                self._workers.put(flight.remote.peer, partial(flight.failed, one.call, status, elapsed_s))
         else:
             self._posted.append(one)
             if not one.given_up and elapsed_s >= self._shared.timeout_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import uuid
 import weakref
 import zlib
@@ -76,7 +77,6 @@ class _Remote:
     process: Process
     serial: int
     extents: Extents
-    regions: frozenset[RegionId]
     devices: Devices
 
 
@@ -91,7 +91,7 @@ class NixlTransport:
         idle_s: the longest pause between two polls of the library, seconds; an idle target adds it to latency.
         drain_s: see ``Capabilities.drain_s``.
         cuda_device: whose context is current when the backend is made; None: the caller's, if torch has one.
-        call_s: how long the library may take to make its agent, and to register or deregister memory, seconds;
+        call_s: how long the library may take to make its agent, and to register memory, seconds;
             registering may take a second more for each GiB.
 
     Raises:
@@ -140,7 +140,6 @@ class NixlTransport:
         self._me = Peer(uuid.uuid4().bytes)
         self._version = library.version
         self._table = RegionTable(self.caps.devices)
-        self._registered: dict[RegionId, Registered] = {}
         self._sources: Sequence[tuple[RegionId, Buffer]] = ()
         self._devices: Devices = {}
         self._metadata = b""
@@ -166,31 +165,18 @@ class NixlTransport:
         self._home.check_open()
         ids = self._table.add(buffers)
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        bound_s = self._call_s + nbytes / REGISTERED_PER_S
+        bound_s, late = self._call_s + nbytes / REGISTERED_PER_S, threading.Event()
         try:
             what = f"registering {nbytes} bytes"
-            registered, self._metadata = self._worker.call(partial(_register, buffers), what, bound_s, _unregister)
+            self._metadata = self._worker.call(partial(_register, buffers, late), what, bound_s)
         except BaseException as error:
+            late.set()
             self._table.remove(ids)
             if type(error) is TransportError:
                 raise RegistrationError(str(error)) from error
             raise
-        self._registered.update(zip(ids, registered, strict=True))
         self._changed()
         return ids
-
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`; no fence: a peer that knows the memory can go on writing to it.
-
-        Raises:
-            TransportError: the library does not return in time; it forgets the memory later.
-        """
-        self._home.check_open()
-        self._table.remove(regions)
-        gone = [self._registered.pop(region) for region in regions]
-        self._changed()
-        what = f"deregistering {len(gone)} regions"
-        self._metadata = self._worker.call(partial(_deregister, gone), what, self._call_s)
 
     def _changed(self) -> None:
         self._sources = self._table.items()
@@ -221,7 +207,6 @@ class NixlTransport:
         if zlib.crc32(contact.metadata) != contact.checksum:
             raise RemoteProtocolError(f"nixl: {len(contact.metadata)} bytes of metadata are damaged")
         devices = by_device((r.id, _checked_device(r)) for r in remote.regions)
-        regions = frozenset(r.id for r in remote.regions)
         peer = remote.incarnation
         known = self._peers.get(peer)
         if known is not None and known.link.lost:
@@ -233,11 +218,11 @@ class NixlTransport:
         if known is not None and known.serial >= remote.serial:
             return peer
         watch = _watch(contact.process) if known is None else None
-        fewer = known is not None and not known.regions <= regions
-        link = self._worker.connect(peer, watch, contact.metadata, fewer, timeout_s)
+        learn = partial(self._worker.learn, peer, watch, contact.metadata)
+        link = self._worker.call(learn, f"connecting peer {peer.hex()}", timeout_s)
         extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
         near = contact.process.host == Process.own().host
-        self._peers.add(peer, _Remote(link, near, contact.process, remote.serial, extents, regions, devices))
+        self._peers.add(peer, _Remote(link, near, contact.process, remote.serial, extents, devices))
         if link.lost:
             # Its loss may have been reported, and dropped by ``poll``, before it was a peer.
             self._peers.remove(peer)
@@ -263,7 +248,6 @@ class NixlTransport:
             parts = cut(writes, source, target, self._devices, remote.devices)
         ticket = Ticket(next(self._tickets))
         self._unquiet.add(ticket)
-        self._table.hold(ticket, writes)
         nbytes = writes.nbytes.item(0) if len(writes) == 1 else writes.total()
         self._worker.post(Job(ticket, peer, parts, self._sources, nbytes, remote.near, after))
         return ticket
@@ -276,7 +260,6 @@ class NixlTransport:
         for event in events:
             if isinstance(event, Settled) or (isinstance(event, WriteEnded) and event.quiesced):
                 self._unquiet.discard(event.ticket)
-                self._table.quiet(event.ticket)
         return [e for e in events if not isinstance(e, PeerLost) or e.peer in self._peers.all]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
@@ -291,7 +274,6 @@ class NixlTransport:
         self._events.extend(events)
         self._peers.clear()
         self._table.clear()
-        self._registered.clear()
         self._changed()
         return tuple(sorted(self._unquiet))
 
@@ -304,28 +286,20 @@ def _device(cuda_device: int | None) -> str:
     return "cpu" if cuda_device is None else f"cuda:{cuda_device}"
 
 
-def _register(buffers: Sequence[Buffer], agent: Agent) -> tuple[list[Registered], bytes]:
-    """All or none."""
+def _register(buffers: Sequence[Buffer], late: threading.Event, agent: Agent) -> bytes:
+    """All or none; none, if the caller has stopped waiting (``late``)."""
     registered: list[Registered] = []
     try:
         for buffer in buffers:
             registered.append(agent.register(buffer))
-        return registered, agent.metadata()
+        metadata = agent.metadata()
+        if late.is_set():
+            raise TransportError("nixl: registered too late")
+        return metadata
     except BaseException:
         for one in registered:
             agent.deregister(one)
         raise
-
-
-def _unregister(agent: Agent, late: tuple[Sequence[Registered], bytes]) -> None:
-    for one in late[0]:
-        agent.deregister(one)
-
-
-def _deregister(gone: Sequence[Registered], agent: Agent) -> bytes:
-    for one in gone:
-        agent.deregister(one)
-    return agent.metadata()
 
 
 def _checked_device(region: Region) -> str:

@@ -27,7 +27,7 @@ from ..memory import Event
 from .base import PeerLost, Settled, WriteEnded
 from .mailbox import Mailbox
 from .nixl_library import Agent, DescriptorList, Handle, Place
-from .process import Watch, keep_in_children
+from .process import Exits, Watch, keep_in_children
 from .waiting import happened, not_posted
 
 log = logging.getLogger("disagg_kv")
@@ -58,9 +58,6 @@ SMALL_BYTES, SMALL_WRITES = 1 << 24, 32
 """Up to here the thread that submits a batch posts it, if no other batch is in flight: that takes no longer than to
 wake this thread. A GPU copies by itself, so that bytes do not count there."""
 
-STALLED_S = 10.0
-"""Seconds after which a write in flight is logged, once: until a deadline nothing else shows it."""
-
 STUCK_S = 5.0
 """How long ``close`` waits for a call of the library to return."""
 
@@ -70,7 +67,6 @@ class Link:
     """A peer as the thread knows it. ``lost`` may be read by others."""
 
     peer: Peer
-    watch: Watch | None
     lost: bool = False
     leaving: bool = False
     exited_at: float | None = None
@@ -95,7 +91,6 @@ class Job:
         near: whether the peer is on this host.
         after: when the sources are final; None: now, or it has happened.
         handle: of the part that is in flight, or described and waits for ``after``.
-        warn_at: the time from which on it is in flight for too long; None: the thread has not seen it yet.
     """
 
     ticket: Ticket
@@ -106,7 +101,6 @@ class Job:
     near: bool
     after: Event | None = None
     handle: Handle | None = None
-    warn_at: float | None = None
 
     @property
     def here(self) -> Place:
@@ -118,11 +112,6 @@ class Job:
         kinds = {kind for part in self.parts for kind in (part.here[0], part.there[0])}
         few = all(len(part.local) <= SMALL_WRITES for part in self.parts)
         return few and (self.near if kinds == {"cuda"} else "cuda" not in kinds and self.nbytes <= SMALL_BYTES)
-
-    @property
-    def copied(self) -> int:
-        """Bytes that the thread that posts it copies."""
-        return self.nbytes if self.parts and self.here[0] == "cpu" else 0
 
 
 @define(eq=False)
@@ -169,11 +158,12 @@ class Worker:
         self._lock = threading.Lock()
         self._commands: Mailbox[Callable[[], object]] = Mailbox()
         self._active_at = time.monotonic()
-        self._look_at = self._hear_at = self._watch_at = 0.0
+        self._look_at = self._hear_at = 0.0
+        self._exits: Exits[Peer] = Exits()
         self._looked_at = -math.inf
         self._until: float | None = None
         self._over = False
-        made: Future[None] = Future()
+        made: Future[Agent] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="disagg_kv-nixl", daemon=True)
         self._thread.start()
         try:
@@ -184,43 +174,20 @@ class Worker:
 
     # For other threads.
 
-    def call(
-        self,
-        act: Callable[[Agent], T],
-        what: str,
-        timeout_s: float,
-        undo: Callable[[Agent, T], object] | None = None,
-    ) -> T:
-        """Do something on the thread and wait for its result.
-
-        Args:
-            act: does it.
-            what: names it in errors.
-            timeout_s: how long to wait.
-            undo: takes back, on the thread, what was done too late; None: it is done all the same.
+    def call(self, act: Callable[[Agent], T], what: str, timeout_s: float) -> T:
+        """Do something on the thread and wait at most ``timeout_s`` for its result; ``what`` names it in errors.
 
         Raises:
-            TransportError: not within ``timeout_s``: the thread is in a call of the library, this or another one.
+            TransportError: not in time: the thread is in a call of the library, this or another one. What has not begun
+                is never done.
         """
         future: Future[T] = Future()
         self._commands.put(lambda: _settle(future, lambda: act(self._agent)))
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
-            if undo is not None and not future.cancel():
-                self._commands.put(lambda: _taken_back(future, lambda result: undo(self._agent, result)))
+            future.cancel()
             raise _late(what, timeout_s) from error
-
-    def connect(self, peer: Peer, watch: Watch | None, metadata: bytes, fewer: bool, timeout_s: float) -> Link:
-        """Learn a peer, or more of its regions; ``fewer``: it has taken regions away since.
-
-        Raises:
-            PeerLostError: it was lost before.
-            RemoteProtocolError: the metadata is garbage.
-            TransportError: as :meth:`call`.
-        """
-        what = f"connecting peer {peer.hex()}"
-        return self.call(lambda agent: self._connect(agent, peer, watch, metadata, fewer), what, timeout_s)
 
     def post(self, job: Job) -> None:
         """Begin a job; an event reports its end."""
@@ -260,20 +227,20 @@ class Worker:
 
     # On the thread.
 
-    def _run(self, make: Callable[[], Agent], made: Future[None]) -> None:
-        try:
-            self._agent = make()
-            keep_in_children(self._agent)
-        except BaseException as error:
-            made.set_exception(error)
+    def _run(self, make: Callable[[], Agent], made: Future[Agent]) -> None:
+        _settle(made, make)
+        if made.exception() is not None:
             return
-        made.set_result(None)
+        self._agent = made.result()
+        keep_in_children(self._agent)
         while self._until is None or (self._open and time.monotonic() < self._until):
             # The longer nothing has happened, the longer the pause.
             now = time.monotonic()
             away_s = self._looked_at + AWAY_S - now
             command = self._commands.get(max(away_s, min(self._idle_s, max(BUSY_S, (now - self._active_at) / 16))))
-            self._watch(time.monotonic())
+            for peer in self._exits.ended():
+                self._links[peer].exited_at = time.monotonic()
+                self._look_at = 0.0
             if command is None and time.monotonic() < self._looked_at + AWAY_S:
                 continue
             # A thread that posts now also moves the library on, and must not have to wait for this thread afterwards.
@@ -304,15 +271,21 @@ class Worker:
                 failure.__cause__ = error
                 self._fail(job, failure)
 
-    def _connect(self, agent: Agent, peer: Peer, watch: Watch | None, metadata: bytes, fewer: bool) -> Link:
+    def learn(self, peer: Peer, watch: Watch | None, metadata: bytes, agent: Agent) -> Link:
+        """Learn a peer, or more of its regions; for :meth:`call`.
+
+        Raises:
+            PeerLostError: it was lost before.
+            RemoteProtocolError: the metadata is garbage.
+        """
         link = self._links.get(peer)
         if link is not None and link.lost:
             raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
-        if link is not None and fewer and not self._open.of(peer):
-            agent.remove(link.name)
         agent.add(metadata, peer.hex())
         if link is None:
-            link = self._links[peer] = Link(peer, watch)
+            if watch is not None:
+                self._exits.add(peer, watch)
+            link = self._links[peer] = Link(peer)
             # The first message makes the connection; better now than with the first write.
             self._look_at = 0.0
         link.leaving = False
@@ -327,27 +300,23 @@ class Worker:
             link.leaving = True
             self._look_at = 0.0
 
-    def _watch(self, now: float) -> None:
-        """Look at the processes of peers, and for writes that take long; without the lock, as that takes a while."""
-        if now >= self._watch_at:
-            self._watch_at = now + LOOK_S
-            for link in tuple(self._links.values()):
-                if link.exited_at is None and link.watch is not None and link.watch.ended():
-                    link.exited_at = now
-                    self._look_at = 0.0
-            for job in tuple(self._open.flying):
-                _warn(job, now)
-
     def _progress(self) -> None:
         self._hear()
         self._advance_all()
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look(now, len(self._links))
+        self._look(time.monotonic())
 
     def _progress_small(self) -> None:
         """Progress on a caller's thread. Where the thread must copy for long, the caller leaves all to it."""
-        self._advance_small()
+        copied = 0
+        for job in tuple(self._open.waiting):
+            if self._due(job):
+                # The thread that posts or polls copies CPU memory, so this copies little.
+                nbytes = job.nbytes if job.here[0] == "cpu" else 0
+                if job.small() and copied + nbytes <= SMALL_BYTES:
+                    copied += nbytes
+                    self._post(job)
+                elif self._commands.empty():
+                    self._commands.put(self._advance_all)
         now = time.monotonic()
         if all(job.small() for job in self._open.flying):
             self._looked_at = now
@@ -356,25 +325,25 @@ class Worker:
         if now >= self._hear_at:
             self._hear_at = now + HEAR_S
             self._hear()
-        if now >= self._look_at:
-            self._look(now, 1)
+        self._look(now)
 
-    def _look(self, now: float, probes: int) -> None:
-        """Act on what became of peers, and of jobs that failed; send a number of empty messages at most."""
+    def _look(self, now: float) -> None:
+        """Act on what became of peers, and of jobs that failed, if it is time; send one empty message at most."""
+        if now < self._look_at:
+            return
         self._look_at = now + LOOK_S
         for link in tuple(self._links.values()):
             if link.exited_at is not None:
                 self._lose(link)
             if link.leaving and not self._open.of(link.peer):
                 del self._links[link.peer]
+                self._exits.remove(link.peer)
                 with suppress(TransportError, PeerLostError):
                     self._agent.remove(link.name)
             elif not link.lost and now >= link.probe_at:
-                if probes == 0:
-                    self._look_at = now
-                    break
-                probes -= 1
                 self._probe(link, now)
+                self._look_at = now  # the next one's turn is the next look
+                break
         for job in tuple(self._open.failed):
             self._settled(job, now)
 
@@ -385,17 +354,6 @@ class Worker:
         for job in tuple(self._open.flying):
             self._advance(job)
 
-    def _advance_small(self) -> None:
-        """Post what is due. The thread that posts or polls copies CPU memory, so this copies little."""
-        copied = 0
-        for job in tuple(self._open.waiting):
-            if self._due(job):
-                if job.small() and copied + job.copied <= SMALL_BYTES:
-                    copied += job.copied
-                    self._post(job)
-                elif self._commands.empty():
-                    self._commands.put(self._advance_all)
-
     def _hear(self) -> None:
         # A peer's end shows where it is written to; it is no reason not to hear the others.
         with suppress(TransportError, PeerLostError):
@@ -405,15 +363,11 @@ class Worker:
 
     def _begin(self, job: Job) -> None:
         """Post the next part of a job, or end it."""
-        link = self._links.get(job.peer)
-        name = job.peer.hex()
+        if not job.parts:
+            self._events.append(WriteEnded(job.ticket))
+            return
         try:
-            if link is None or link.lost:
-                raise PeerLostError(f"nixl: peer {name} is lost")
-            if not job.parts:
-                self._events.append(WriteEnded(job.ticket))
-                return
-            job.handle = self._agent.prepare(name, job.parts[0])
+            job.handle = self._agent.prepare(job.peer.hex(), job.parts[0])
         except (TransportError, PeerLostError) as error:
             self._events.append(WriteEnded(job.ticket, error))
             return
@@ -425,8 +379,8 @@ class Worker:
         """Whether a job that waits may be posted now; one that never may ends here."""
         link = self._links.get(job.peer)
         try:
-            if link is not None and link.lost:
-                raise PeerLostError(f"nixl: peer {link.name} is lost")
+            if link is None or link.lost:
+                raise PeerLostError(f"nixl: peer {job.peer.hex()} is lost")
             if job.after is not None and not happened(job.after, "nixl", job.ticket):
                 return False
         except (TransportError, PeerLostError) as error:
@@ -475,7 +429,6 @@ class Worker:
     def _landed(self, job: Job) -> None:
         self._open.flying.remove(job)
         self._released(job)
-        job.handle = None
         job.parts.popleft()
         if job.parts:
             self._begin(job)
@@ -532,32 +485,9 @@ class Worker:
             self._events.append(PeerLost(link.peer))
 
 
-def _warn(job: Job, now: float) -> None:
-    """Log a job once that is in flight for long. The clock is read here, and not where the job is posted."""
-    if job.warn_at is None:
-        job.warn_at = now + STALLED_S
-    if now >= job.warn_at:
-        job.warn_at = math.inf
-        log.warning(
-            "nixl: ticket %d, %d bytes to peer %s, has been under way for %g s: "
-            "the library says that it is in progress, %d parts are not posted yet",
-            job.ticket,
-            job.nbytes,
-            job.peer.hex(),
-            STALLED_S,
-            len(job.parts) - 1,
-        )
-
-
 def _late(what: str, timeout_s: float) -> TransportError:
     problem = f"nixl: {what} has waited {timeout_s:.3g} s for a call of the library to return"
     return TransportError(problem, retryable=True)
-
-
-def _taken_back(future: Future[T], undo: Callable[[T], object]) -> None:
-    """Undo a result that came after its caller stopped waiting; a call that failed needs no undo."""
-    if future.exception() is None:
-        undo(future.result())
 
 
 def _settle(future: Future[T], act: Callable[[], T]) -> None:

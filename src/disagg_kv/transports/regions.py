@@ -1,4 +1,4 @@
-"""Bookkeeping of every transport: which memory is registered, which tickets use it, where a batch lies in it."""
+"""Bookkeeping of every transport: which memory is registered, and where a batch lies in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 
 from ..errors import RegistrationError
 from ..geometry import I32, I64
-from ..ids import RegionId, Ticket
+from ..ids import RegionId
 from ..memory import Buffer
-from ..planning import Writes
 
 FEW = 8
 """Ranges that Python goes through faster than NumPy does."""
@@ -77,7 +76,7 @@ class Extents:
 
 
 class RegionTable:
-    """The regions one transport has registered, and the unquiet tickets that use them.
+    """The regions one transport has registered.
 
     Args:
         devices: kinds of memory that it may hold, as in ``Capabilities.devices``.
@@ -86,7 +85,6 @@ class RegionTable:
     def __init__(self, devices: frozenset[str]) -> None:
         self._devices = devices
         self._buffers: dict[RegionId, Buffer] = {}
-        self._users: dict[Ticket, frozenset[int]] = {}
         self.serial = 0
         self.extents = Extents((), "local")
 
@@ -109,21 +107,11 @@ class RegionTable:
         self._changed(len(buffers))
         return ids
 
-    def remove(self, regions: Sequence[RegionId]) -> tuple[Buffer, ...]:
-        """Forget regions, all or none, and return their buffers.
-
-        Raises:
-            RegistrationError: a region that is not here, is named twice, or is used by a ticket that is not quiet.
-        """
+    def remove(self, regions: Sequence[RegionId]) -> None:
+        """Forget regions that were added just now, and that the library has refused."""
         for region in regions:
-            if region not in self._buffers or list(regions).count(region) > 1:
-                raise RegistrationError(f"local region {region} is not registered, or given twice: {list(regions)}")
-            users = [ticket for ticket, used in self._users.items() if region in used]
-            if users:
-                raise RegistrationError(f"local region {region} is used by tickets that are not quiet: {users}")
-        gone = tuple(self._buffers.pop(region) for region in regions)
+            del self._buffers[region]
         self._changed(1)
-        return gone
 
     def clear(self) -> None:
         """Forget everything; for ``close``."""
@@ -133,14 +121,6 @@ class RegionTable:
     def get(self, region: RegionId) -> Buffer | None:
         """The buffer of a live region."""
         return self._buffers.get(region)
-
-    def hold(self, ticket: Ticket, writes: Writes) -> None:
-        """Keep the sources of ``writes`` registered until :meth:`quiet`."""
-        self._users[ticket] = frozenset(writes.local.tolist())
-
-    def quiet(self, ticket: Ticket) -> None:
-        """The ticket reads nothing any more; harmless for one that is not held."""
-        self._users.pop(ticket, None)
 
     def _changed(self, by: int) -> None:
         self.serial += by

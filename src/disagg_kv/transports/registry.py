@@ -17,8 +17,7 @@ from ..errors import (
     text_of,
 )
 from .base import Transport
-from .combining import check_lanes, combined, lane_names, on_device, said_name
-from .lane_offers import JOIN, listed
+from .several import JOIN, Transports, listed, names_of
 
 log = logging.getLogger("disagg_kv")
 
@@ -36,19 +35,18 @@ _BUILTIN = {
     "shm": "disagg_kv.transports.shm:ShmTransport",
 }
 AUTO = "auto"
-"""The name of the transport that takes what starts on a host."""
+"""The name of the transports that start on a host."""
 
 NO_NETWORK = "peers of this host need no network; name it to have it"
 """Why ``auto`` goes without networks where they are not asked for."""
 
-AUTO_LANES = {"cpu": ("shm", "nixl", "mooncake"), "cuda": ("cuda_ipc", "nixl", "mooncake")}
-"""By kind of memory: the lane within a host, then those between hosts, of which the first that starts is taken."""
+IN_AUTO = {"cpu": ("shm", "nixl", "mooncake"), "cuda": ("cuda_ipc", "nixl", "mooncake")}
+"""By kind of memory: the transport within a host, then those between hosts, of which the first that starts is taken."""
 
 FAR_DRAIN_S = 120.0
 """Seconds after which a process of another host that has ended writes nothing more over NIXL. Its kernel may send its
 last bytes again for 100 seconds, on a broken link."""
 
-_DEFAULTS = {"cpu": "shm", "cuda": "cuda_ipc"}
 _registered: dict[str, Factory] = {}
 
 
@@ -64,31 +62,12 @@ def register_transport(name: str, factory: Factory) -> None:
 def transport(name: str, **options: object) -> Transport:
     """A new transport. Imports nothing but what is asked for.
 
-    Names joined by ``+`` make one of several transports, as :func:`~disagg_kv.transports.combine`; ``options`` are then
-    those of each, by its name: ``transport("shm+nixl", nixl={"num_threads": 2})``. One that cannot start here is left
-    out, with a warning. ``"auto"`` takes those that start, see :data:`AUTO_LANES`. Besides, it has the options
-    ``device``, the pool's device; ``network``, False: all peers are on this host, and none of the lanes between hosts
-    is started, unless the lane within the host does not start; and ``host``, for a network with an option of that name:
-    the address at which other hosts reach this one.
-
     Raises:
         UnknownNameError: no transport, or no option of it, has that name; lists those that there are.
         MissingDependencyError: it needs a package that is not installed, or another host.
-        ConfigurationError: a package's entry point cannot be loaded, or none of several transports starts.
+        ConfigurationError: a package's entry point cannot be loaded.
     """
-    name = arguments.text(name, "name of a transport")
-    if name == AUTO:
-        device = arguments.text(options.pop("device", "cpu"), "device")
-        network, host = arguments.flag(options.pop("network", True), "network"), options.pop("host", "")
-        return _auto(device, _by_lane(_lanes_for(device), options), network, arguments.text(host, "host"))
-    if JOIN in name:
-        lanes = lane_names(name)
-        return _several(name, lanes, _by_lane(lanes, options))
-    return _one(name, options)
-
-
-def _one(name: str, options: Mapping[str, object]) -> Transport:
-    factory = factory_of(name)
+    factory = factory_of(arguments.text(name, "name of a transport"))
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()):
         known = _options_of(factory)
         for option in options:
@@ -97,53 +76,71 @@ def _one(name: str, options: Mapping[str, object]) -> Transport:
     return factory(**options)
 
 
+def transports(name: str, **options: object) -> Transports:
+    """New transports, as an endpoint takes them: names joined by ``+``, or ``"auto"``.
+
+    ``options`` are those of each, by its name: ``transports("shm+nixl", nixl={"num_threads": 2})``. One that cannot
+    start here is left out, with a warning. ``"auto"`` takes those that start, see :data:`IN_AUTO`. Besides, it has the
+    options ``device``, the pool's device; ``network``, False: all peers are on this host, and none of the networks is
+    started, unless the transport within the host does not start; and ``host``, for a network with an option of that
+    name: the address at which other hosts reach this one.
+
+    Raises:
+        UnknownNameError: no transport, or no option of one, has that name; lists those that there are.
+        ConfigurationError: a package's entry point cannot be loaded, or none of them starts.
+    """
+    name = arguments.text(name, "name of transports")
+    if name == AUTO:
+        device = arguments.text(options.pop("device", "cpu"), "device")
+        network, host = arguments.flag(options.pop("network", True), "network"), options.pop("host", "")
+        return _auto(device, _by_name(_in_auto(device), options), network, arguments.text(host, "host"))
+    names = names_of(name)
+    given = _by_name(names, options)
+    if "" in names or len(set(names)) < len(names) or AUTO in names:
+        raise ConfigurationError(f"transport {name!r}: names of different transports are needed between each {JOIN!r}")
+    for one in names:
+        factory_of(one)
+    made, left_out = _started(names, given, given)
+    if not made:
+        raise ConfigurationError(f"transport {name!r}: none of them starts here: {listed(left_out)}")
+    for one, why in left_out.items():
+        log.warning("transport %r goes without %r: %s", name, one, why)
+    return Transports(made, left_out)
+
+
 def _options_of(factory: Factory) -> list[str]:
     parameters = inspect.signature(factory).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def _by_lane(lanes: Sequence[str], options: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+def _by_name(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
     """Options of several transports, by the name of each.
 
     Raises:
         UnknownNameError: options of another one.
         ConfigurationError: no options.
     """
-    for lane in options:
-        if lane not in lanes:
-            raise UnknownNameError("transport with options", lane, lanes)
-    found = {lane: arguments.mapping(of, f"options of transport {lane!r}") for lane, of in options.items()}
-    return {lane: {arguments.text(name, "option"): value for name, value in of.items()} for lane, of in found.items()}
-
-
-def _several(name: str, lanes: Sequence[str], options: Mapping[str, Mapping[str, object]]) -> Transport:
-    """The transports of a name that start, in order."""
-    if "" in lanes or len(set(lanes)) < len(lanes) or AUTO in lanes:
-        raise ConfigurationError(f"transport {name!r}: names of different transports are needed between each {JOIN!r}")
-    for lane in lanes:
-        factory_of(lane)
-    made, left_out = _started(lanes, options, options)
-    if not made:
-        raise ConfigurationError(f"transport {name!r}: none of them starts here: {listed(left_out)}")
-    for lane, why in left_out.items():
-        log.warning("transport %r goes without %r: %s", name, lane, why)
-    return combined(check_lanes(made, "transports"), left_out)
+    for one in options:
+        if one not in names:
+            raise UnknownNameError("transport with options", one, names)
+    found = {one: arguments.mapping(of, f"options of transport {one!r}") for one, of in options.items()}
+    return {one: {arguments.text(name, "option"): value for name, value in of.items()} for one, of in found.items()}
 
 
 def _started(
-    lanes: Sequence[str], options: Mapping[str, Mapping[str, object]], given: Container[str]
+    names: Sequence[str], options: Mapping[str, Mapping[str, object]], given: Container[str]
 ) -> tuple[list[Transport], dict[str, str]]:
     """The transports that start, and why the others do not. A wrong option is an error where options were ``given``."""
     made: list[Transport] = []
     left_out: dict[str, str] = {}
     try:
-        for lane in lanes:
+        for name in names:
             try:
-                made.append(_one(lane, options.get(lane, {})))
+                made.append(transport(name, **options.get(name, {})))
             except DisaggKVError as error:
-                if lane in given and not isinstance(error, MissingDependencyError | TransportError):
+                if name in given and not isinstance(error, MissingDependencyError | TransportError):
                     raise
-                left_out[lane] = text_of(error)
+                left_out[name] = text_of(error)
     except BaseException:
         for one in made:
             one.close(0.0)
@@ -151,20 +148,20 @@ def _started(
     return made, left_out
 
 
-def _lanes_for(device: object) -> tuple[str, ...]:
+def _in_auto(device: object) -> tuple[str, ...]:
     kind = arguments.text(device, "device").partition(":")[0]
-    if kind not in AUTO_LANES:
-        raise UnknownNameError("device", str(device), AUTO_LANES)
-    return AUTO_LANES[kind]
+    if kind not in IN_AUTO:
+        raise UnknownNameError("device", str(device), IN_AUTO)
+    return IN_AUTO[kind]
 
 
-def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: bool, host: str) -> Transport:
-    """What starts of :data:`AUTO_LANES`; the others stay in ``left_out``."""
-    near, *networks = _lanes_for(device)
+def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: bool, host: str) -> Transports:
+    """What starts of :data:`IN_AUTO`; the others stay in ``left_out``."""
+    near, *networks = _in_auto(device)
     made, left_out = _started([near], options, options)
     try:
         if network or not made:
-            placed = {lane: {**_placed(lane, device, host), **options.get(lane, {})} for lane in networks}
+            placed = {one: {**_placed(one, device, host), **options.get(one, {})} for one in networks}
             made, left_out = _with_network(made, left_out, device, placed, options)
         else:
             left_out |= dict.fromkeys(networks, NO_NETWORK)
@@ -174,8 +171,8 @@ def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: boo
         for one in made:
             one.close(0.0)
         raise
-    result = combined(check_lanes(made, "transports"), left_out)
-    log.info("transport 'auto' for memory on %r: %s", device, said_name(result))
+    result = Transports(made, left_out)
+    log.info("transport 'auto' for memory on %r: %s", device, result)
     return result
 
 
@@ -188,28 +185,28 @@ def _with_network(
 ) -> tuple[list[Transport], dict[str, str]]:
     """Also the first of some networks, each with its options, that starts and moves memory on the device."""
     network = ""
-    for lane in networks:
+    for name in networks:
         if network:
-            left_out[lane] = f"{network!r} reaches the same peers"
+            left_out[name] = f"{network!r} reaches the same peers"
             continue
-        found, whys = _started([lane], networks, given)
+        found, whys = _started([name], networks, given)
         made, left_out = [*made, *found], {**left_out, **whys}
         if found and device.partition(":")[0] not in found[0].caps.devices:
-            left_out[lane] = f"it moves memory of kind {', '.join(sorted(found[0].caps.devices))}"
+            left_out[name] = f"it moves memory of kind {', '.join(sorted(found[0].caps.devices))}"
             made.pop().close(0.0)
         elif found:
-            network = lane
+            network = name
     return made, left_out
 
 
-def _placed(lane: str, device: str, host: str) -> dict[str, object]:
+def _placed(name: str, device: str, host: str) -> dict[str, object]:
     """What a transport needs for memory on a device, and to be reached at ``host`` by other hosts, if that is given."""
     kind, _, index = device.partition(":")
-    options: dict[str, object] = {"cuda_device": _index(device, index)} if (kind, lane) == ("cuda", "nixl") else {}
-    known = _options_of(factory_of(lane)) if host else ()
+    options: dict[str, object] = {"cuda_device": _index(device, index)} if (kind, name) == ("cuda", "nixl") else {}
+    known = _options_of(factory_of(name)) if host else ()
     if "host" in known:
         options["host"] = host
-    if lane == "nixl" and "drain_s" in known:
+    if name == "nixl" and "drain_s" in known:
         options["drain_s"] = FAR_DRAIN_S
     return options
 
@@ -220,50 +217,37 @@ def default_transport(device: str) -> str:
     Raises:
         UnknownNameError: there is none for such a device.
     """
-    kind = arguments.text(device, "device").partition(":")[0]
-    if kind not in _DEFAULTS:
-        raise UnknownNameError("device", device, _DEFAULTS)
-    return _DEFAULTS[kind]
+    return _in_auto(device)[0]
 
 
-def between_processes(name: str, device: str = "cpu", host: str = "", /, **options: object) -> Transport:
-    """``transport(name, ...)`` for memory on a device, between processes: with what GPUs and networks need there.
+def between_processes(name: str, device: str = "cpu", host: str = "", /, **options: object) -> Transports:
+    """Transports for memory on a device, between processes: with what GPUs and networks need there.
 
     Args:
-        name: of a transport, of several, or ``"auto"``.
+        name: of a transport, of several, or ``"auto"``; see :func:`transports`.
         device: of the memory.
         host: the address at which other hosts reach this one; empty: all peers are on this host. A transport with an
             option of that name gets it.
-        options: as for :func:`transport`; they come first.
+        options: as for :func:`transport` of one, and for :func:`transports` of several; they come first.
 
     Raises:
-        ConfigurationError: also where it cannot move such memory.
+        ConfigurationError: also where none of them can move such memory.
     """
-    kind = arguments.text(device, "device").partition(":")[0]
     if name == AUTO:
-        return transport(AUTO, **{"device": device, "network": bool(host), "host": host, **options})
-    if JOIN in name:
-        return on_device(transport(name, **_for_lanes(name, device, host, options)), device)
-    made = transport(name, **{**_between(name, device, host), **options})
-    if kind not in made.caps.devices:
-        made.close(0.0)
-        raise ConfigurationError(
-            f"transport {name!r} moves memory of kind {', '.join(sorted(made.caps.devices))}, not on {device!r}"
-        )
-    return made
+        return transports(AUTO, **{"device": device, "network": bool(host), "host": host, **options})
+    names = names_of(name)
+    if len(names) == 1:
+        return Transports([transport(name, **{**_between(name, device, host), **options})]).on_device(device)
+    given = _by_name(names, options)
+    every = {one: {**_between(one, device, host), **given.get(one, {})} for one in names}
+    return transports(name, **{one: of for one, of in every.items() if of}).on_device(device)
 
 
-def _for_lanes(name: str, device: str, host: str, options: Mapping[str, object]) -> dict[str, object]:
-    given = _by_lane(lane_names(name), options)
-    every = {lane: {**_between(lane, device, host), **given.get(lane, {})} for lane in lane_names(name)}
-    return {lane: of for lane, of in every.items() if of}
-
-
-def _between(lane: str, device: str, host: str) -> dict[str, object]:
+def _between(name: str, device: str, host: str) -> dict[str, object]:
     """What a transport needs between processes; see :func:`between_processes`."""
-    if lane == "mooncake" and device.startswith("cuda") and not host:
+    if name == "mooncake" and device.startswith("cuda") and not host:
         return {"protocol": "nvlink_intra"}
-    return _placed(lane, device, host)
+    return _placed(name, device, host)
 
 
 def available() -> dict[str, str | None]:

@@ -140,10 +140,6 @@ class ShmTransport:
         self._home.check()
         return self._table.add(buffers)
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`; a peer that has mapped the memory can go on writing to it."""
-        self._table.remove(regions)
-
     def peer_of(self, descriptor: bytes) -> Peer:
         """See :meth:`Transport.peer_of`."""
         return decode(descriptor, self.name).incarnation

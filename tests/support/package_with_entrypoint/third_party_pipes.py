@@ -163,10 +163,6 @@ class PipesTransport:
         with self._target:
             return self._table.add(buffers)
 
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        with self._target:
-            self._table.remove(regions)
-
     def peer_of(self, descriptor: bytes) -> Peer:
         return decode(descriptor, self.name).incarnation
 

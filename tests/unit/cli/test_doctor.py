@@ -23,9 +23,8 @@ from disagg_kv.cli.doctor import (
     rivals,
     system_libraries,
 )
-from disagg_kv.cli.lanes import SLOW, TIMEOUT_S, ucx_lanes
-from disagg_kv.cli.lanes import found as found_lanes
 from disagg_kv.cli.main import run
+from disagg_kv.cli.ucx import SLOW, TIMEOUT_S, found, ucx_transports
 from disagg_kv.engines.versions import ENGINES, Engine
 from disagg_kv.errors import MissingDependencyError
 from disagg_kv.transports import Transport, registry
@@ -78,8 +77,8 @@ def test_the_links_that_an_endpoint_keeps_are_named_with_what_more_of_them_need(
 
 @needs_nixl
 @needs_mooncake
-def test_the_libraries_behind_transports_and_their_lanes_are_told() -> None:
-    """As a program: whatever libraries print, one document is on stdout; NIXL's lane is one that UCX logged."""
+def test_the_libraries_behind_transports_and_what_they_write_over_are_told() -> None:
+    """As a program: whatever libraries print, one document is on stdout; what NIXL writes over is in UCX's log."""
     done = subprocess.run(
         [sys.executable, "-c", "from disagg_kv.cli.main import main; main()", "doctor", "--json"],
         env=os.environ | {"NIXL_LOG_LEVEL": "INFO", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
@@ -91,9 +90,9 @@ def test_the_libraries_behind_transports_and_their_lanes_are_told() -> None:
     found = json.loads(done.stdout)
     carriers = {f["name"]: f for f in found["transports"]}
     assert re.search(r"nixl\S* 1\.\S+, module nixl", carriers["nixl"]["library"])
-    assert re.search(r"(cma|tcp|rc|dc|ud)\w*/\w+", carriers["nixl"]["lanes"]), carriers["nixl"]["lanes"]
+    assert re.search(r"(cma|tcp|rc|dc|ud)\w*/\w+", carriers["nixl"]["over"]), carriers["nixl"]["over"]
     assert re.search(r"mooncake-transfer-engine\S* 0\.\S+, module mooncake", carriers["mooncake"]["library"])
-    assert "tcp" in carriers["mooncake"]["lanes"]
+    assert "tcp" in carriers["mooncake"]["over"]
     (problem,) = found["problems"]
     assert problem.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: GPU memory")
 
@@ -127,17 +126,17 @@ LOG = """
 
 def test_lanes_are_those_of_writes_to_another_process() -> None:
     """Not those within a process, nor those of messages."""
-    assert found_lanes(LOG) == ["sysv/memory", "tcp/eth0", "tcp/lo"]
-    assert found_lanes("") == []
+    assert found(LOG) == ["sysv/memory", "tcp/eth0", "tcp/lo"]
+    assert found("") == []
 
 
 @needs_nixl
 def test_a_lane_that_crawls_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what allows the faster one; a real write, with UCX held to sockets."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    lanes = ucx_lanes()
-    assert re.match(r"tcp/\S+", lanes), lanes
-    assert lanes.endswith(SLOW)
+    names = ucx_transports()
+    assert re.match(r"tcp/\S+", names), names
+    assert names.endswith(SLOW)
 
 
 @needs_nixl
@@ -145,7 +144,7 @@ def test_a_lane_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
     """A real write between processes, with UCX allowed nothing that leaves a process."""
     monkeypatch.setenv("UCX_TLS", "self")
     assert re.match(
-        r"not known: a write between two processes failed: .*UCX_TLS='self' must leave it 'tcp'", ucx_lanes()
+        r"not known: a write between two processes failed: .*UCX_TLS='self' must leave it 'tcp'", ucx_transports()
     )
 
 
@@ -160,7 +159,7 @@ def test_a_lane_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_lanes_that_cannot_be_known_have_their_reason(code: str, within_s: float, says: str) -> None:
     """Whatever becomes of the process that writes."""
-    assert ucx_lanes([sys.executable, "-S", "-c", code], within_s) == f"not known: {says}"
+    assert ucx_transports([sys.executable, "-S", "-c", code], within_s) == f"not known: {says}"
 
 
 def put(folder: Path, name: str, version: str, module: str, text: str) -> None:
@@ -244,7 +243,7 @@ def test_what_does_not_work_has_its_reason_and_its_remedy(fabric: str, capsys: p
         "detail": "transport 'fabric': no module 'fabric'",
         "remedy": "pip install 'disagg_kv[fabric]'",
         "library": "",
-        "lanes": "",
+        "over": "",
     }
 
 

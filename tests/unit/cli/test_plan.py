@@ -210,10 +210,10 @@ def test_on_a_cpu_pages_are_written_to_only_if_the_transport_allocated_them(cli:
     assert ("its pool is not the transport's own memory" in near["path_reason"]) is not bool(maps)
 
 
-@pytest.mark.parametrize("lanes", ["cuda_ipc+nixl", "nixl"])
-def test_over_a_network_all_is_staged(cli: Cli, lanes: str) -> None:
+@pytest.mark.parametrize("several", ["cuda_ipc+nixl", "nixl"])
+def test_over_a_network_all_is_staged(cli: Cli, several: str) -> None:
     """Also between equal layouts, of either memory."""
-    (one,) = pairs(cli.plan(f"{BIG} --transport {lanes} --decode-hosts b"))
+    (one,) = pairs(cli.plan(f"{BIG} --transport {several} --decode-hosts b"))
     assert (one["transport"], one["path"]) == ("nixl", "staged")
 
 

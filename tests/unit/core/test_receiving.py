@@ -100,34 +100,36 @@ def test_expect_is_repeated_to_each_rank_until_it_is_expected_and_not_only_parke
     assert room.machine.next_at() == 300.0
 
 
-def test_the_lanes_of_the_writers_are_known_from_their_answers() -> None:
+def test_the_transports_of_the_writers_are_known_from_their_answers() -> None:
     """A repeated answer, or one of a rank whose room is not open yet, adds none."""
     room = Room()
-    room.say(Expected(**head(0), parked=False, lane="shm"), Expected(**head(1), parked=True))
-    assert room.machine.lane == "shm"
-    room.say(Expected(**head(1), parked=False, lane="nixl"), Expected(**head(0), parked=False, lane="shm"))
-    assert room.machine.lane == "nixl+shm"
+    room.say(Expected(**head(0), parked=False, transport="shm"), Expected(**head(1), parked=True))
+    assert room.machine.transport == "shm"
+    room.say(Expected(**head(1), parked=False, transport="nixl"), Expected(**head(0), parked=False, transport="shm"))
+    assert room.machine.transport == "nixl+shm"
 
 
 def test_a_lane_is_known_from_done_where_the_answer_was_lost() -> None:
-    """A room cannot succeed by frames before its report has the lanes."""
+    """A room cannot succeed by frames before its report has the transports."""
     room = Room()
-    room.say(Expected(**head(0), parked=False, lane="shm"))
+    room.say(Expected(**head(0), parked=False, transport="shm"))
     room.land()
     room.land(B)
-    room.say(Done(**head(0), stop=8, segments=2, aux=b"zero", lane="shm"))
-    assert room.machine.lane == "shm"
-    room.say(Done(**head(1), stop=8, segments=2, aux=b"one", lane="nixl"))
-    assert (room.machine.state, room.machine.lane) == (Receiving.PLACED, "nixl+shm")
+    room.say(Done(**head(0), stop=8, segments=2, aux=b"zero", transport="shm"))
+    assert room.machine.transport == "shm"
+    room.say(Done(**head(1), stop=8, segments=2, aux=b"one", transport="nixl"))
+    assert (room.machine.state, room.machine.transport) == (Receiving.PLACED, "nixl+shm")
 
 
-def test_a_room_waits_for_no_done_once_each_writer_has_named_its_lane() -> None:
-    """Its report has the lanes. Whatever comes after success changes nothing."""
+def test_a_room_waits_for_no_done_once_each_writer_has_named_its_transport() -> None:
+    """Its report has the transports. Whatever comes after success changes nothing."""
     room = Room(exposed=True, begun=False)
     room.say(evolve(room.awaited, aux_bytes=0), room.introduced)
-    room.say(Expected(**head(0), parked=False, lane="shm"), chunk(0, A, None), chunk(1, A, None), chunk(0, B, None))
+    room.say(
+        Expected(**head(0), parked=False, transport="shm"), chunk(0, A, None), chunk(1, A, None), chunk(0, B, None)
+    )
     moving = [room.machine.moving]
-    room.say(Expected(**head(1), parked=False, lane="shm"))
+    room.say(Expected(**head(1), parked=False, transport="shm"))
     assert [*moving, room.machine.moving] == [False, True]
     said = room.say(chunk(1, B, None))
     assert [one for one in said if isinstance(one, CastVote)] == [CastVote(True, "")]

@@ -26,7 +26,7 @@ from disagg_kv.ids import Epoch, Peer, Rank, RoomId, Ticket
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
-from disagg_kv.transports import InprocTransport, PeerLost, Settled, WriteEnded
+from disagg_kv.transports import Carrier, InprocTransport, PeerLost, Settled, Transports, WriteEnded
 from disagg_kv.transports.process import _started
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import Later
@@ -455,7 +455,7 @@ def test_a_peer_that_its_transport_has_lost_is_not_taken_for_one_that_was_silent
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("before", prefills, decodes, 12).start(12).landed()
     node = prefills[0].endpoint.driver.loop
-    counted(rig).reports.append(node.reach(decodes[0].endpoint.driver.loop.me.epoch))
+    counted(rig).reports.append(node.reach(decodes[0].endpoint.driver.loop.me.epoch).peer)
     rig.wait(3.0)
     assert counted(rig).connects == 1
     assert not list(node.all_there())
@@ -472,7 +472,8 @@ def test_decode_is_told_that_prefill_s_transport_does_not_reach_it() -> None:
     rig.request("before", prefills, decodes, 12).start(12).landed()
     rooms = [rig.request("in flight", prefills, decodes, 12).open_prefill().open_decode().expect(12)]
     rig.wait(1.0)
-    counted(rig).reports.append(prefills[0].endpoint.driver.loop.reach(decodes[0].endpoint.driver.loop.me.epoch))
+    carrier = prefills[0].endpoint.driver.loop.reach(decodes[0].endpoint.driver.loop.me.epoch)
+    counted(rig).reports.append(carrier.peer)
     rig.wait(2.0)
     rooms += [rig.request(f"{number}", prefills, decodes, 12).open_decode().expect(12) for number in range(3)]
     rig.wait(2.0)
@@ -504,21 +505,24 @@ def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCapt
 
 def made(later: Later, clock: FakeClock, transport: InprocTransport, peers: int = 16) -> Connections:
     """The connections of a transport whose attempts run when a test says so."""
-    return Connections(transport, later, nothing, clock, Recorder(), Options(peers=peers))
+    return Connections(Transports([transport]), later, nothing, clock, Recorder(), Options(peers=peers))
 
 
 def ups(rig: Rig, number: int) -> tuple[list[PeerSession], list[InprocTransport]]:
     """Some peers that can be connected."""
     there = [InprocTransport() for _ in range(number)]
-    said = [msgspec.structs.replace(hello_of(rig), src=os.urandom(16), descriptor=t.local_descriptor()) for t in there]
+    said = [
+        msgspec.structs.replace(hello_of(rig), src=os.urandom(16), descriptor=Transports([t]).offers()) for t in there
+    ]
     return [PeerSession(hello, 0.0, True) for hello in said], there
 
 
-def link_of(session: PeerSession) -> Peer:
-    """The transport's name of a peer that is linked."""
+def link_of(session: PeerSession) -> Carrier:
+    """What carries writes to a peer that is linked."""
     assert session.link is not None
     assert session.linked
-    return session.link.peer
+    assert session.link.carrier is not None
+    return session.link.carrier
 
 
 def rig_of_one() -> Rig:
@@ -531,7 +535,7 @@ def rig_of_one() -> Rig:
 def test_an_attempt_that_never_returns_fails() -> None:
     """Also when the peer is heard again; what it brings in the end is disconnected, and then another one may begin."""
     later, clock, transport = Later(), FakeClock(), Counted()
-    links, ((up,), _there) = made(later, clock, transport), ups(rig_of_one(), 1)
+    links, ((up,), there) = made(later, clock, transport), ups(rig_of_one(), 1)
     assert links.begin(up) is None
     clock.advance(OVERDUE_S)
     (failed,) = links.results()
@@ -548,7 +552,8 @@ def test_an_attempt_that_never_returns_fails() -> None:
     assert links.begin(up) is None
     later.jobs.pop()()
     (linked,) = links.results()
-    assert linked.link == link_of(up) == transport.peer_of(up.hello.descriptor)
+    assert linked.link == link_of(up)
+    assert link_of(up).peer == there[0]._me
 
 
 @pytest.mark.parametrize("overdue", [False, True])
@@ -556,14 +561,14 @@ def test_mapping_has_a_time_of_its_own(overdue: bool) -> None:
     """Kernels are compiled in it, which may take longer than a connection."""
     later, clock = Later(), FakeClock()
 
-    def compiling(peer: Peer, hello: Hello) -> Mapping:
+    def compiling(carrier: Carrier, hello: Hello) -> Mapping:
         for _ in range(3):
             clock.advance(READY_S if overdue else OVERDUE_S)
             during.extend(links.results())
         return Mapping(refused="")
 
     (up,), _there = ups(rig_of_one(), 1)
-    links = Connections(InprocTransport(), later, nothing, clock, Recorder(), Options(), compiling)
+    links = Connections(Transports([InprocTransport()]), later, nothing, clock, Recorder(), Options(), compiling)
     during: list[ConnectResult] = []
     assert links.begin(up) is None
     later.jobs.pop()()

@@ -16,7 +16,7 @@ from tests.support.held_links import forget
 from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
-ONE = link_cost(InprocChannel(Hub(), "x"), InprocTransport()).nbytes
+ONE = link_cost(InprocChannel(Hub(), "x"), InprocTransport.caps.link).nbytes
 FEW = Options(link_bytes=ONE)
 
 
@@ -217,4 +217,4 @@ def test_a_channel_that_does_not_know_what_a_peer_costs_counts_as_one_that_takes
         """No channel of ours."""
 
     transport = InprocTransport()
-    assert link_cost(Plain(), transport) == OWN_LINK + UNKNOWN_LINK + transport.caps.link  # type: ignore[arg-type]
+    assert link_cost(Plain(), transport.caps.link) == OWN_LINK + UNKNOWN_LINK + transport.caps.link  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from disagg_kv.errors import DisaggKVError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Role
 from disagg_kv.staging import Lease, RingStagingAllocator
-from disagg_kv.transports import InprocTransport, Process, ShmTransport, Transport, combine, transport
+from disagg_kv.transports import InprocTransport, Process, ShmTransport, Transport, Transports, transport
 from disagg_kv.transports.process import Ending
 from tests.support.false_hellos import FIELDS, Lying, variants
 from tests.support.needs import needs_mooncake, needs_nixl
@@ -50,10 +50,10 @@ PIDS = ((2, "elsewhere"), (3, "elsewhere"))
 WIRED = ["transport", "descriptor", "regions", "ring_region", "ring_bytes", "flags"]
 """What a transport takes from a ``Hello``."""
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {
+TRANSPORTS: dict[str, Callable[[], Transport | Transports]] = {
     "inproc": InprocTransport,
     "shm": ShmTransport,
-    "inproc+shm": lambda: combine([InprocTransport(), ShmTransport()]),
+    "inproc+shm": lambda: Transports([InprocTransport(), ShmTransport()]),
     "nixl": partial(transport, "nixl"),
     "mooncake": partial(transport, "mooncake"),
 }
@@ -68,7 +68,9 @@ def case(role: Role, path: str, name: str, fields: Sequence[str]) -> object:
 class Scene:
     """An endpoint with a room of an innocent peer, and others that lie to it."""
 
-    def __init__(self, role: Role, transport: Callable[[], Transport], path: str, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, role: Role, transport: Callable[[], Transport | Transports], path: str, pause_s: float = 0.0
+    ) -> None:
         self.role, self.path, self.transport, self.pause_s = role, path, transport, pause_s
         self.rig = Rig(SPEC, options=Options(silence_s=4.0, closed_s=1.0))
         memory = Memory(pages=4 * TOGETHER, transport=transport)
@@ -228,7 +230,8 @@ def test_what_is_false_in_a_hello_hurts_its_sender_alone(
     scene = Scene(role, TRANSPORTS[name], path, 0.002 if name in LIBRARIES else 0.0)
     fields = said_of(scene)
     liars, noise, strangers = list(shapes(fields)) if names is SAID else [], list[bytes](), list[list[object]]()
-    probe = TRANSPORTS[name]()
+    made = TRANSPORTS[name]()
+    probe = made if isinstance(made, Transports) else Transports([made])
     for field in names:
         known = set[str]()
         for what, change in changes_of(FIELDS.index(field), fields):
@@ -259,12 +262,13 @@ def test_what_is_false_in_a_hello_hurts_its_sender_alone(
     scene.end()
 
 
-def _away(probe: Transport, said: bytes) -> bool:
+def _away(probe: Transports, said: bytes) -> bool:
     """Whether a transport reaches nobody by what a ``Hello`` says."""
     hello = Codec().decode(said)
     assert isinstance(hello, Hello)
     try:
-        probe.disconnect(probe.connect(hello.descriptor, 1.0))
+        found = probe.connect(probe.shared(hello.descriptor), 1.0)
+        found.transport.disconnect(found.peer)
     except DisaggKVError:
         return True
     return False

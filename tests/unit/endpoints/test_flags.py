@@ -17,10 +17,9 @@ from disagg_kv.endpoints.peers import mapping
 from disagg_kv.endpoints.peers.mapping import BLOCK, BLOCK_BYTES
 from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import PeerLostError, RemoteProtocolError, TransportError
-from disagg_kv.ids import Peer
 from disagg_kv.memory import new_buffer
 from disagg_kv.memory.flag import raise_flags
-from disagg_kv.transports import InprocTransport, ShmTransport, SupportsFlags, combine
+from disagg_kv.transports import InprocTransport, ShmTransport
 from disagg_kv.transports.descriptor import pack
 from disagg_kv.transports.flags import SLOT_WORDS, HostFlags, Record, raised, words_of
 from disagg_kv.transports.memfd import FlagPlace
@@ -413,29 +412,6 @@ def test_a_record_does_not_change_under_its_reader() -> None:
     for slot in (-1, BLOCK):
         with pytest.raises(TransportError, match=f"slot {slot} of a page of {BLOCK} flags"):
             flags.arm(slot, 8, (0, 1, 0, 1, 0), "cpu")
-
-
-def test_flags_of_several_transports_are_of_the_lane_of_the_page() -> None:
-    """And of no other one."""
-    here, there = (combine([ShmTransport(), InprocTransport()]) for _ in range(2))
-    other = combine([InprocTransport(), ShmTransport()])
-    assert isinstance(here, SupportsFlags)
-    peer = here.connect(there.local_descriptor(), 5.0)
-    for owner in (there, other):
-        assert isinstance(owner, SupportsFlags)
-        memory, place = owner.flag_page(BLOCK_BYTES)
-        if owner is there:
-            opened_there = here.open_flags(peer, place)
-            assert isinstance(opened_there, HostFlags)
-            forge(opened_there, 0, 1, (0, 1, 0, 1, 0))
-            assert raised(words_of(memory), 0, 1) == (0, 1, 0, 1, 0)
-        else:
-            with pytest.raises(TransportError, match="flags are of "):
-                here.open_flags(peer, place)
-    with pytest.raises(TransportError, match="no peer"):
-        here.open_flags(Peer(bytes(16)), place)
-    for one in (here, there, other):
-        one.close(0.0)
 
 
 def test_a_page_of_a_closed_peer_is_refused() -> None:

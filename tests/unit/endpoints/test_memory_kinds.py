@@ -8,13 +8,13 @@ import attrs
 import pytest
 
 from disagg_kv.channels import Channel
-from disagg_kv.errors import ConfigurationError, DisaggKVError, RegistrationError
+from disagg_kv.errors import ConfigurationError, DisaggKVError
 from disagg_kv.geometry import CacheSpec, Shard
 from disagg_kv.ids import RegionId
 from disagg_kv.kernels import Checksums, Move, PageMove, Pages, kernels_for
 from disagg_kv.memory import Buffer, Event, Flag, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from disagg_kv.trace import Recorder
-from disagg_kv.transports import InprocTransport, ShmTransport, Transport
+from disagg_kv.transports import InprocTransport, ShmTransport, Transport, Transports
 from tests.support.pools import adopted
 from tests.support.rig import AUX_BYTES, POISON, E, Member, Memory, Rig, tp_shards
 from tests.unit.endpoints.test_states import HYBRID
@@ -61,6 +61,12 @@ class AllocatingTransport(DeviceTransport):
         return buffer.device == DEVICE
 
 
+class OwnMemoryTransport(AllocatingTransport):
+    """It registers memory of the host, too."""
+
+    caps = attrs.evolve(InprocTransport.caps, devices=frozenset({"cpu", "cuda"}))
+
+
 class DeviceKernels:
     """Kernels that refuse what is not of the device, and do the work on the CPU."""
 
@@ -99,7 +105,7 @@ class DeviceRig(Rig):
         super().__init__(spec)
         self.pools: list[PagedPool] = []
 
-    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transports: Transports) -> PagedPool:
         drawn = PagedPool.allocate(spec, held, pages=of.pages, page_size=of.page_size, state_slots=8)
         for buffer in drawn.buffers:
             bytes_of(buffer)[:] = POISON
@@ -115,8 +121,8 @@ class DeviceRig(Rig):
 class HostRig(Rig):
     """Pools lie in plain memory, whatever the transport would give."""
 
-    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
-        return super()._pool(spec, held, of, InprocTransport())
+    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transports: Transports) -> MemoryPool:
+        return super()._pool(spec, held, of, Transports([InprocTransport()]))
 
 
 @pytest.mark.parametrize("path", ["staged", "slice", "mapped", "auto"])
@@ -141,9 +147,9 @@ def test_a_request_with_aux_and_states_crosses_where_no_host_memory_can_be_regis
 @pytest.mark.parametrize(
     ("transport", "rig", "error", "says"),
     [
-        (DeviceTransport, HostRig, RegistrationError, "on 'cpu': this transport registers cuda memory only"),
-        (AllocatingTransport, HostRig, ConfigurationError, "staging memory on 'cuda:0', and the pool's pages .* 'cpu'"),
-        (ShmTransport, DeviceRig, ConfigurationError, "staging memory on 'cpu', and the pool's pages .* 'cuda:0'"),
+        (DeviceTransport, HostRig, ConfigurationError, "no transport moves memory on 'cpu'"),
+        (OwnMemoryTransport, HostRig, ConfigurationError, "staging memory on 'cuda:0', and the pool's pages .* 'cpu'"),
+        (ShmTransport, DeviceRig, ConfigurationError, "no transport moves memory on 'cuda:0'"),
     ],
 )
 def test_memory_that_a_transport_cannot_carry_is_refused_when_an_endpoint_is_made(

@@ -18,8 +18,7 @@ from disagg_kv.errors import ConfigurationError, MissingDependencyError, Unknown
 from disagg_kv.geometry import CacheSpec, Shard, shard
 from disagg_kv.ids import Ticket
 from disagg_kv.memory import MemoryPool
-from disagg_kv.transports import InprocTransport, Transport, registry
-from disagg_kv.transports.lanes import CombinedTransport
+from disagg_kv.transports import InprocTransport, Transport, Transports, registry
 
 SPEC = CacheSpec.kv(1, 1, 8, "int8")
 
@@ -57,7 +56,7 @@ def opened(options: EngineOptions) -> list[str]:
     return [one.name for one in transports(options)]
 
 
-def transports(options: EngineOptions) -> list[Transport]:
+def transports(options: EngineOptions) -> list[Transports]:
     """Those of both endpoints of a rank."""
     made = open_endpoints(
         options,
@@ -71,7 +70,7 @@ def transports(options: EngineOptions) -> list[Transport]:
         consumes=True,
     )
     try:
-        return [end.driver.loop.me.transport for end in (made.sender, made.receiver) if end is not None]
+        return [end.driver.loop.me.transports for end in (made.sender, made.receiver) if end is not None]
     finally:
         made.close()
 
@@ -95,8 +94,7 @@ def test_transports_have_the_options_that_an_engine_gives_and_the_address_where_
     """An address of the loopback is none for other hosts."""
 
     def given(options: EngineOptions) -> list[object]:
-        every = [one.lanes if isinstance(one, CombinedTransport) else [one] for one in transports(options)]
-        return [lane.given for lanes in every for lane in lanes if isinstance(lane, Fabric)]
+        return [one.given for several in transports(options) for one in several if isinstance(one, Fabric)]
 
     monkeypatch.setattr(registry, "_registered", {"mooncake": Fabric, "nixl": absent})
     monkeypatch.setattr(opening, "reached_at", lambda address: "10.0.0.7")

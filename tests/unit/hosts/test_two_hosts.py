@@ -78,7 +78,7 @@ def test_requests_cross_the_cable_byte_for_byte(hosts: tuple[Host, Host], transp
 
 @needs_nixl
 def test_one_decode_rank_takes_shared_memory_here_and_the_network_there(hosts: tuple[Host, Host]) -> None:
-    """Both prefill ranks have both lanes. The end of the far one leaves the near one as it is."""
+    """Both prefill ranks have both transports. The end of the far one leaves the near one as it is."""
     a, b = hosts
     here = Setup("decode", 0, 1, b, b, "shm+nixl", times=QUICK, apart=False)
     near = evolve(here, role="prefill", instance="near")
@@ -89,11 +89,11 @@ def test_one_decode_rank_takes_shared_memory_here_and_the_network_there(hosts: t
             node.ask("send", room, 500)
             assert node.until(room, lambda look: look.released).phase == "DONE"
             assert decode.until(room, lambda look: look.released).phase == "DONE"
-        lanes = decode.ask("lanes")
-        assert (lanes["near"], lanes["far"]) == ("shm", "nixl")
-        assert [node.ask("lanes")["decode"] for node in prefill] == ["shm", "nixl"]
-        assert prefill[0].ask("lanes")["room one"] == "shm"
-        assert prefill[1].ask("lanes")["room two"] == "nixl"
+        carriers = decode.ask("transports")
+        assert (carriers["near"], carriers["far"]) == ("shm", "nixl")
+        assert [node.ask("transports")["decode"] for node in prefill] == ["shm", "nixl"]
+        assert prefill[0].ask("transports")["room one"] == "shm"
+        assert prefill[1].ask("transports")["room two"] == "nixl"
         prefill[1].kill()
         decode.ask("expect", b"three", 500, "near")
         prefill[0].ask("send", b"three", 500)

@@ -38,8 +38,6 @@ ENDS = "each_ticket_ends_exactly_once_and_is_never_used_twice"
 EMPTY = "an_empty_batch_ends_well"
 ONCE = "a_loss_is_reported_once_and_ends_tickets_without_raising"
 LATER = "nothing_is_read_or_written_after_a_ticket_has_ended"
-DEREGISTERED = "a_deregistered_region_is_not_written_to_by_later_descriptors"
-SILENCE = "a_write_to_a_region_that_is_deregistered_meanwhile_is_not_lost_in_silence"
 FENCE = "a_killed_peer_writes_nothing_after_its_fence"
 PART = "a_region_may_begin_and_end_anywhere_in_an_allocation"
 FORKED = "a_forked_child_can_call_nothing_and_changes_nothing"
@@ -67,10 +65,6 @@ HERE: list[tuple[type[ModelTransport], str, str, dict[str, object]]] = [
     (bad.FirstOnes, "a_batch_of_30000_small_writes_lands_whole", "bytes are wrong", {}),
     (bad.OffsetOfTheAllocation, PART, "bytes are wrong", {}),
     (bad.OffsetOfThePage, PART, "bytes are wrong", {}),
-    (bad.ReadsLate, "a_source_that_is_still_read_is_not_deregistered", "bytes are wrong", {}),
-    (bad.KeepsRegions, DEREGISTERED, "connected with a later descriptor", {}),
-    (bad.DropsForDeregistered, SILENCE, "reported as done, and its bytes are not there", {}),
-    (bad.LastDescriptorCounts, DEREGISTERED, "since an older descriptor came late", {}),
     (bad.FirstDescriptorCounts, "connecting_again_gives_the_same_peer_and_its_new_regions", "region", {}),
     (bad.AnyVersion, "a_descriptor_of_another_version_is_refused", "not refused", {}),
     (bad.AlwaysTheSame, "one_source_writes_to_several_peers", "", {}),
@@ -79,7 +73,6 @@ HERE: list[tuple[type[ModelTransport], str, str, dict[str, object]]] = [
     (bad.Dirty, "allocated_memory_is_zero_and_begins_at_a_page", "not zeroed", {}),
     (bad.TakesAnyForItsOwn, "allocated_memory_is_zero_and_begins_at_a_page", "memory from elsewhere", {}),
     (bad.KeepsFiles, AGAIN, "open files and threads", {}),
-    (bad.KeepsFilesOfRegions, "regions_leave_nothing_open", "open files and threads", {}),
     (bad.KeepsThreads, CLOSED, "open files and threads", {}),
     (bad.KeepsASocket, CLOSED, "open files and threads", {}),
     (bad.LeavesFiles, "closed_transports_leave_no_files_behind", "left behind by closed transports.*model-", {}),

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 
-from disagg_kv.errors import RegistrationError, TransportError
+from disagg_kv.errors import RegistrationError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
@@ -99,17 +99,6 @@ class WritesGoodOnesFirst(Changed):
         return writes
 
 
-class Forgetful(InprocTransport):
-    """Deregisters without looking."""
-
-    def deregister(self, regions: Sequence[RegionId]) -> None:
-        for region in regions:
-            try:
-                super().deregister([region])
-            except RegistrationError:
-                continue
-
-
 class Generous(InprocTransport):
     """Registers one by one, so that a refused call leaves something behind."""
 
@@ -137,10 +126,6 @@ def bad_range(rig: Pair) -> None:
     data.test_a_range_outside_its_region_is_refused_before_anything_is_written(rig, (-1, 0, 2))
 
 
-def bad_deregister(rig: Pair) -> None:
-    memory.test_unknown_regions_cannot_be_deregistered(rig.source)
-
-
 def freed_memory(rig: Pair) -> None:
     memory.test_registered_memory_lives_although_its_owner_lets_go(rig.source)
 
@@ -166,7 +151,6 @@ def overlap_in_one_call(rig: Pair) -> None:
         (Clamps, bad_range),
         (WritesGoodOnesFirst, bad_range),
         (WritesGoodOnesFirst, data.test_unknown_regions_are_refused_before_anything_is_written),
-        (Forgetful, bad_deregister),
         (LetsGo, freed_memory),
         (Generous, overlap),
         (Generous, overlap_in_one_call),
@@ -230,8 +214,8 @@ def test_a_child_tells_the_errors_of_its_transport_and_ends_with_its_parent() ->
     """Errors come back as what they are; a child that stands still is an AssertionError."""
     child = Child(faultless_inproc, HostMemory(), 120.0)
     child.open()
-    with pytest.raises(RegistrationError, match="region 77"):
-        child.drop(RegionId(77))
+    with pytest.raises(RemoteProtocolError):
+        child.connect(b"", 1.0)
     region = child.add(np.arange(10, dtype=np.uint8))
     child.fill(region, np.arange(10, 20, dtype=np.uint8))
     assert child.read(region).tolist() == list(range(10, 20))

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import pytest
-
-from disagg_kv.testing.ends import End
-from disagg_kv.testing.pair import Pair
 from disagg_kv.testing.transport import TransportSuite
-from disagg_kv.testing.transport_cases import NBYTES
-from disagg_kv.testing.transport_peers import PeerCases
-from disagg_kv.transports import InprocTransport, ShmTransport, SupportsFlags, Transport
-from tests.support.needs import needs_nixl
-from tests.support.transports import SlowTransport, faultless_inproc, faultless_shm, inproc_or_shm, shm_or_nixl
+from disagg_kv.transports import InprocTransport, ShmTransport, Transport
+from tests.support.transports import SlowTransport, faultless_inproc, faultless_shm
 
 
 class TestInproc(TransportSuite):
@@ -64,35 +57,3 @@ class TestShmApart(TransportSuite):
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
         return ShmTransport
-
-
-class TestInprocOrShm(TransportSuite):
-    """Two lanes: one process takes the first, two processes take the second."""
-
-    @classmethod
-    def factory(cls) -> Callable[[], Transport]:
-        return inproc_or_shm
-
-    @staticmethod
-    def raising(pair: Pair) -> SupportsFlags:
-        """Flags are of the first transport alone, which reaches no other process."""
-        if not isinstance(pair.target, End):
-            pytest.skip("the page is that of the first transport")
-        return TransportSuite.raising(pair)
-
-
-@needs_nixl
-class TestShmOrNixl(PeerCases):
-    """Shared memory beside a lane with a thread and a library of its own; what that could change."""
-
-    @classmethod
-    def factory(cls) -> Callable[[], Transport]:
-        return shm_or_nixl
-
-    @pytest.fixture
-    def pair(self, end: End) -> Iterator[Pair]:
-        """Both ends in this process: each process would load NIXL."""
-        target = End(self.factory(), self.memory())
-        yield Pair(end, target, NBYTES, self.timeout_s)
-        end.close(self.timeout_s)
-        target.close(self.timeout_s)

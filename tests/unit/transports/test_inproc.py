@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from disagg_kv.errors import PeerLostError, RegistrationError
+from disagg_kv.errors import PeerLostError
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
 from disagg_kv.transports import InprocTransport, PeerLost, WriteEnded
@@ -39,20 +39,6 @@ def test_a_peer_that_nobody_holds_any_more_is_lost() -> None:
     assert list(source.poll()) == [PeerLost(peer, fenced=True)]
     with pytest.raises(PeerLostError):
         InprocTransport().connect(descriptor, 0.0)
-
-
-def test_what_the_target_has_deregistered_is_not_written() -> None:
-    """Although the source does not know it yet: the ticket ends with the reason, and quiet."""
-    source, target = InprocTransport(), InprocTransport()
-    memory = np.zeros(9, np.uint8)
-    (local,), (remote,) = source.register([plain(np.ones(9, np.uint8))]), target.register([plain(memory)])
-    peer = source.connect(target.local_descriptor(), 0.0)
-    target.deregister([remote])
-    source.submit(peer, Writes.one(local, 0, remote, 0, 9))
-    (ended,) = source.poll()
-    assert isinstance(ended, WriteEnded)
-    assert isinstance(ended.error, RegistrationError)
-    assert not memory.any()
 
 
 def test_a_target_that_closes_while_others_write_is_written_whole_or_not_at_all() -> None:

@@ -58,14 +58,10 @@ assert (memory[1] == 0).all()
 """
 
 FAILURE = """
-sides[1].deregister([0])
-assert "deregistered" in str(write())
+sides[1]._engine().unregister(memory[1].ctypes.data)
+assert "may be gone there" in str(write())
 for side in sides:
     side.close(1.0)
-try:
-    MooncakeTransport({options} metadata="http://127.0.0.1:9/metadata")
-except Exception as error:
-    assert "127.0.0.1:9" in str(error), error
 """
 
 
@@ -133,8 +129,8 @@ def test_writes_of_whole_arrays_are_used_where_the_build_has_them(arrays: bool) 
 @needs_mooncake
 @pytest.mark.slow
 def test_nothing_is_written_to_stdout_and_stderr() -> None:
-    """Neither when it works nor when it fails; what the library says of a failed start is in the error."""
-    done = run(TRANSFER.format(options="") + FAILURE.format(options=""))
+    """Neither when it works nor when it fails."""
+    done = run(TRANSFER.format(options="") + FAILURE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

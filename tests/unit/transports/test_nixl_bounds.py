@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from disagg_kv.errors import ConfigurationError, RegistrationError, TransportError
-from disagg_kv.ids import RegionId
 from disagg_kv.memory import Buffer
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.transports.nixl import NixlTransport
@@ -123,22 +122,6 @@ def test_memory_that_the_thread_never_came_to_register_stays_unknown(one: End, m
         stuck.free.set()
     assert patient(one)
     assert registered == 1
-
-
-def test_memory_is_deregistered_once_the_library_returns(one: End, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who deregisters is told that it takes longer; it happens all the same."""
-    assert isinstance(one.transport, NixlTransport)
-    one.transport._call_s = 60.0
-    ids: list[RegionId] = list(one.transport.register([buffer()]))
-    one.transport._call_s = SHORT_S
-    with monkeypatch.context() as patch:
-        stuck = Stuck(patch, "deregister")
-        with pytest.raises(TransportError, match=r"nixl: deregister.* 0\.2 s"):
-            one.transport.deregister(ids)
-        assert regions(one) == 0
-        stuck.free.set()
-    assert patient(one)
-    assert stuck.calls == 1
 
 
 @pytest.mark.parametrize("name", ["__init__", "metadata"])

@@ -23,8 +23,8 @@ from disagg_kv.transports import (
     register_transport,
     registry,
     transport,
+    transports,
 )
-from disagg_kv.transports.lanes import CombinedTransport
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +64,8 @@ def test_an_unknown_option_lists_the_known_ones() -> None:
     """The parameters of the factory are the options; one that takes any gets them all."""
     given = []
 
-    def make(depth: int = 1, *, lanes: int = 2) -> InprocTransport:
-        given.append((depth, lanes))
+    def make(depth: int = 1, *, width: int = 2) -> InprocTransport:
+        given.append((depth, width))
         return InprocTransport()
 
     def make_any(**options: object) -> InprocTransport:
@@ -74,10 +74,10 @@ def test_an_unknown_option_lists_the_known_ones() -> None:
 
     register_transport("mine", make)
     register_transport("any", make_any)
-    transport("mine", depth=3, lanes=4)
+    transport("mine", depth=3, width=4)
     transport("any", x=1, y=2)
     assert given == [(3, 4), (2, 0)]
-    with pytest.raises(UnknownNameError, match="unknown option of transport 'mine' 'deep'; known: depth, lanes"):
+    with pytest.raises(UnknownNameError, match="unknown option of transport 'mine' 'deep'; known: depth, width"):
         transport("mine", deep=3)
     with pytest.raises(UnknownNameError, match="known: none"):
         transport("inproc", depth=1)
@@ -130,20 +130,14 @@ class Other(InprocTransport):
         self.depth = depth
 
 
-def combined_of(name: str, **options: object) -> CombinedTransport:
-    """What a name of several makes."""
-    made = transport(name, **options)
-    assert isinstance(made, CombinedTransport)
-    return made
-
-
 def test_a_name_of_several_makes_them_in_order_with_options_for_each() -> None:
     """``between_processes`` knows such names, too."""
     register_transport("other", Other)
-    made = combined_of("other+shm", other={"depth": 3})
-    assert [type(lane) for lane in made.lanes] == [Other, ShmTransport]
-    assert isinstance(made.lanes[0], Other)
-    assert made.lanes[0].depth == 3
+    made = transports("other+shm", other={"depth": 3})
+    other, shm = made
+    assert isinstance(other, Other)
+    assert isinstance(shm, ShmTransport)
+    assert other.depth == 3
     assert made.name == between_processes("other+shm", "cpu", other={"depth": 3}).name == "other+shm"
     with pytest.raises(ConfigurationError, match="no transport moves memory on 'cuda:0'"):
         between_processes("other+shm", "cuda:0")
@@ -153,7 +147,7 @@ def test_a_name_of_several_makes_them_in_order_with_options_for_each() -> None:
 def test_names_of_several_that_cannot_be_are_refused(name: str) -> None:
     """And no transport may be registered under such a name."""
     with pytest.raises(ConfigurationError):
-        transport(name)
+        transports(name)
     with pytest.raises(ConfigurationError, match="means several transports"):
         register_transport(name, InprocTransport)
 
@@ -162,11 +156,11 @@ def test_of_several_those_that_do_not_start_are_left_out_by_name(caplog: pytest.
     """With a warning; if none starts, each is in the error. Options that are wrong are no reason to go without."""
     register_transport("absent", not_here)
     register_transport("wrong", wrong)
-    made = combined_of("absent+shm+wrong")
-    assert set(made.left_out) == {"absent", "wrong"}
+    made = transports("absent+shm+wrong")
+    assert set(made.excluded) == {"absent", "wrong"}
     assert "goes without 'absent': transport 'absent': package absent is not installed" in caplog.text
     with pytest.raises(ConfigurationError, match=r"none of them starts .*: absent \(.*not installed.*wrong \(1 is no"):
-        transport("absent+wrong")
+        transports("absent+wrong")
     for name, options, why in (
         ("shm+wrong", {"wrong": {"size": 7}}, "7 is no size"),
         ("shm+wrong", {"wrong": {"depth": 7}}, "unknown option"),
@@ -175,39 +169,39 @@ def test_of_several_those_that_do_not_start_are_left_out_by_name(caplog: pytest.
         ("shm+nothing", {}, "unknown transport 'nothing'"),
     ):
         with pytest.raises(ConfigurationError, match=why):
-            transport(name, **options)
+            transports(name, **options)
 
 
-def test_auto_takes_the_lane_of_the_host_and_the_first_network_that_starts() -> None:
+def test_auto_takes_the_transport_of_the_host_and_the_first_network_that_starts() -> None:
     """And says why it goes without the others."""
     register_transport("nixl", not_here)
     register_transport("mooncake", Other)
-    made = combined_of("auto")
-    assert [lane.name for lane in made.lanes] == ["shm", "other"]
-    assert "package absent is not installed" in made.left_out["nixl"]
+    made = transports("auto")
+    assert [one.name for one in made] == ["shm", "other"]
+    assert "package absent is not installed" in made.excluded["nixl"]
     register_transport("nixl", Other)
-    both = combined_of("auto", mooncake={"depth": 9}, nixl={"depth": 5})
-    assert isinstance(both.lanes[1], Other)
-    assert both.lanes[1].depth == 5
+    both = transports("auto", mooncake={"depth": 9}, nixl={"depth": 5})
+    _, other = both
+    assert isinstance(other, Other)
+    assert other.depth == 5
     assert between_processes("auto", network=True).name == "shm+other"
     register_transport("nixl", not_here)
     register_transport("mooncake", not_here)
-    alone = combined_of("auto")
-    assert (alone.name, set(alone.left_out)) == ("shm", {"nixl", "mooncake"})
+    alone = transports("auto")
+    assert (alone.name, set(alone.excluded)) == ("shm", {"nixl", "mooncake"})
 
 
-def test_auto_starts_no_network_for_peers_of_one_host_unless_the_lane_within_it_does_not_start() -> None:
+def test_auto_starts_no_network_for_peers_of_one_host_unless_the_one_within_it_does_not_start() -> None:
     """What is not started is left out by name."""
     register_transport("nixl", Other)
     register_transport("mooncake", not_here)
-    for made in (combined_of("auto", network=False), between_processes("auto")):
-        assert isinstance(made, CombinedTransport)
-        assert (made.name, set(made.left_out)) == ("shm", {"nixl", "mooncake"})
-        assert "name it to have it" in made.left_out["nixl"]
+    for made in (transports("auto", network=False), between_processes("auto")):
+        assert (made.name, set(made.excluded)) == ("shm", {"nixl", "mooncake"})
+        assert "name it to have it" in made.excluded["nixl"]
     register_transport("shm", not_here)
-    assert combined_of("auto", network=False).name == "other"
+    assert transports("auto", network=False).name == "other"
     with pytest.raises(ConfigurationError, match="network"):
-        transport("auto", network="no")
+        transports("auto", network="no")
 
 
 class Wire(InprocTransport):
@@ -228,7 +222,7 @@ def test_a_network_gets_the_address_at_which_other_hosts_reach_this_one(name: st
 
     def host(**options: object) -> str:
         made = between_processes(name, "cpu", "10.0.0.7", **options)
-        (wire,) = made.lanes[1:] if isinstance(made, CombinedTransport) else [made]
+        *_, wire = made
         assert isinstance(wire, Wire)
         return wire.host
 
@@ -238,7 +232,7 @@ def test_a_network_gets_the_address_at_which_other_hosts_reach_this_one(name: st
     register_transport("nixl", Other)
     assert between_processes("nixl", "cpu", "10.0.0.7").name == "other"
     with pytest.raises(ConfigurationError, match="host"):
-        transport("auto", host=7)
+        transports("auto", host=7)
 
 
 @pytest.mark.parametrize("name", ["auto", "shm+nixl", "nixl"])
@@ -248,7 +242,7 @@ def test_peers_of_other_hosts_have_longer_to_write_their_last_bytes_over_nixl(na
 
     def drain_s(host: str, **options: object) -> float:
         made = between_processes(name, "cpu", host, **options)
-        (wire,) = made.lanes[1:] if isinstance(made, CombinedTransport) else [made]
+        *_, wire = made
         assert isinstance(wire, Wire)
         return wire.drain_s
 
@@ -269,26 +263,25 @@ def test_an_endpoint_without_a_transport_is_reached_at_the_address_of_its_channe
     for advertise in ("10.0.0.7", None):
         channel = ZmqChannel(advertise=advertise, unencrypted_network=True)
         end = PrefillEndpoint(pool, channel=channel, rendezvous=StaticRendezvous({}), instance="p", slot_bytes=1 << 12)
-        found.append(end.driver.loop.me.transport)
+        found.append(end.driver.loop.me.transports)
         end.close()
-    assert isinstance(found[0], CombinedTransport)
-    assert [getattr(lane, "host", "") for lane in found[0].lanes] == ["", "10.0.0.7"]
+    assert [getattr(one, "host", "") for one in found[0]] == ["", "10.0.0.7"]
     assert found[1].name == "shm"
 
 
 def test_auto_needs_something_that_moves_the_pools_memory() -> None:
-    """Without it, every lane is named; so is a device of another kind."""
+    """Without it, every transport is named; so is a device of another kind."""
     for name in ("cuda_ipc", "nixl"):
         register_transport(name, not_here)
     register_transport("mooncake", Other)
     with pytest.raises(ConfigurationError, match=r"none starts .* 'cuda:1': cuda_ipc \(.*mooncake \(it moves"):
-        transport("auto", device="cuda:1")
+        transports("auto", device="cuda:1")
     with pytest.raises(UnknownNameError, match="unknown device 'tpu'"):
-        transport("auto", device="tpu")
+        transports("auto", device="tpu")
 
 
 def test_what_was_started_is_closed_where_no_caller_gets_it() -> None:
-    """A wrong option of a later lane, and an endpoint that is refused."""
+    """A wrong option of a later transport, and an endpoint that is refused."""
     closed: list[str] = []
 
     class Near(InprocTransport):
@@ -300,7 +293,7 @@ def test_what_was_started_is_closed_where_no_caller_gets_it() -> None:
     register_transport("mooncake", not_here)
     register_transport("nixl", Other)
     with pytest.raises(ConfigurationError, match="unknown option"):
-        transport("auto", nixl={"wrong": 1})
+        transports("auto", nixl={"wrong": 1})
     assert closed == ["inproc"]
     register_transport("nixl", not_here)
     spec = CacheSpec.kv(1, 1, 8, "int8")

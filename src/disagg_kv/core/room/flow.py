@@ -78,7 +78,7 @@ class FlowPlan:
         groups: how the layers of some rows are grouped; None: all together.
         pace: how fast we are, once all is sent.
         flags: where its segments may be announced before their frames; None: nowhere.
-        lane: the name of what carries its bytes.
+        transport: the name of what carries its bytes.
     """
 
     rank: Rank
@@ -90,7 +90,7 @@ class FlowPlan:
     groups: Grouping | None = None
     pace: Callable[[], WirePace | None] = lambda: None
     flags: WireFlags | None = None
-    lane: str = ""
+    transport: str = ""
 
 
 class Flow(Machine[Sending]):
@@ -210,7 +210,7 @@ class Flow(Machine[Sending]):
     # Moving.
 
     def _on_expect_again(self, event: Expect) -> None:
-        self._send(Expected(**self._head, parked=False, lane="" if self.plan is None else self.plan.lane))
+        self._send(Expected(**self._head, parked=False, transport="" if self.plan is None else self.plan.transport))
 
     def _on_offered(self, event: Offered) -> None:
         self._advance(changed=event.changed)
@@ -341,7 +341,7 @@ class Flow(Machine[Sending]):
             segments=self.outbound.announced,
             aux=f.aux,
             pace=self.plan.pace(),
-            lane=self.plan.lane,
+            transport=self.plan.transport,
         )
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
         if self._placed is not None:

@@ -121,20 +121,21 @@ class ReceiveRoom(DrainingRoom):
         return Phase.MOVING if self._claim_by == inf else Phase.WAITING
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         """What carries the writes, as far as the writers have named it; of several, all, joined by ``+``."""
         if self._rank_plan is None:
             return ""
-        return "+".join(sorted({w.lane for w in self._writers.values() if w.lane and self._rank_plan.parts[w.rank]}))
+        parts = self._rank_plan.parts
+        return "+".join(sorted({w.transport for w in self._writers.values() if w.transport and parts[w.rank]}))
 
     @property
     def moving(self) -> bool:
         """Whether rows are awaited, and every writer has named what carries its writes."""
-        return self.state is Receiving.MOVING and self._lanes_known
+        return self.state is Receiving.MOVING and self._transports_known
 
     @property
-    def _lanes_known(self) -> bool:
-        return all(w.lane is not None for w in self._writers.values())
+    def _transports_known(self) -> bool:
+        return all(w.transport is not None for w in self._writers.values())
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
@@ -195,7 +196,7 @@ class ReceiveRoom(DrainingRoom):
         w = self._writer(event)
         if not event.parked:
             self._repeat.stop(("expect", w.rank))
-            w.lane = event.lane
+            w.transport = event.transport
             self._check_placed()
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
@@ -343,7 +344,7 @@ class ReceiveRoom(DrainingRoom):
         w, a = self._writer(event), self._awaited
         if w.done is not None:
             return
-        w.done, w.lane = event, event.lane
+        w.done, w.transport = event, event.transport
         if problem := w.problem or misplaced([one.stop for one in self._writers.values()], a):
             self._refuse(w, problem)
             return
@@ -361,7 +362,7 @@ class ReceiveRoom(DrainingRoom):
         writers = self._writers.values()
         done = all(w.complete for w in writers)
         landed = self.inbound.segments_placed > 0 and not any(self.inbound)
-        known = landed and not self._awaited.needs_ends and self._lanes_known
+        known = landed and not self._awaited.needs_ends and self._transports_known
         if self.inbound.scattering or not (done or known):
             return
         assert self._stop is not None

@@ -18,7 +18,7 @@ class Writer:
     Args:
         epoch, rank: its incarnation, and its rank in its instance.
         opened: it has opened the room: it has sent a frame about it that does not say that the room is parked.
-        lane: what carries its writes; None: neither its ``Expected`` nor its ``Done`` has come.
+        transport: what carries its writes; None: neither its ``Expected`` nor its ``Done`` has come.
         done: its ``Done``.
         drained: it has sent ``Drained``.
         gone: it has closed, or its process has ended, and its last writes have landed.
@@ -30,7 +30,7 @@ class Writer:
     epoch: Epoch
     rank: Rank
     opened: bool = False
-    lane: str | None = None
+    transport: str | None = None
     done: Done | None = None
     drained: bool = False
     gone: bool = False

@@ -239,13 +239,13 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
 
 class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):
-    """Answer to ``Expect``; ``parked``: the engine has not opened the room yet. ``lane``: what carries its writes.
+    """Answer to ``Expect``; ``parked``: the engine has not opened the room yet. ``transport``: what carries its writes.
 
     ``unmapped``: why the sender has not mapped the receiver's pool; empty: it has; None: it does not say.
     """
 
     parked: bool
-    lane: Name = ""
+    transport: Name = ""
     unmapped: Text | None = None
 
 
@@ -297,14 +297,14 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     """Prefill -> decode: all segments of this rank up to row ``stop`` are written and announced; no write follows.
 
     ``segments`` is their number: notices may be lost, or arrive after this frame. ``aux``: if this rank has any;
-    ``pace``: of this rank, if it was measured; ``lane``: as ``Expected`` says it, which may be lost.
+    ``pace``: of this rank, if it was measured; ``transport``: as ``Expected`` says it, which may be lost.
     """
 
     stop: U
     segments: U
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     pace: WirePace | None = None
-    lane: Name = ""
+    transport: Name = ""
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):

@@ -20,7 +20,7 @@ from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
 from ...strategies import AUTO, TransferPlanner, exposes_pages, paths
 from ...trace import Observer
-from ...transports import Transport
+from ...transports import Transport, Transports
 from ..handle import ChangeQueue
 from ..loop.construction import Environment, Parts
 from ..loop.endpoint import Endpoint
@@ -82,7 +82,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         self,
         pool: MemoryPool,
         *,
-        transport: Transport | Sequence[Transport] | None = None,
+        transport: Transport | Transports | Sequence[Transport] | None = None,
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,
@@ -104,7 +104,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             observer, environment,
         ) as parts:  # fmt: skip
             self._selection = parts.strategy.selection
-            usable, exposed = _usable(parts.strategy.path, pool, parts.transport)
+            usable, exposed = _usable(parts.strategy.path, pool, parts.transports)
             limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
             device = pool.buffers[0].device
             if ring_bytes is None:
@@ -112,10 +112,10 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
             movers = ready_kernels(pool, kernels, verify)
             self._ring = ring = made_by(allocator, ring_bytes)
-            self.staging = memory = new_staging(parts.transport, ring_bytes, device)
+            self.staging = memory = new_staging(parts.transports, ring_bytes, device)
             queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
-            ring_region, *regions = parts.transport.register([memory, *(pool.buffers if exposed else ())])
-            flags, place = new_flag_page(parts.transport, usable) if verify == "off" else (None, b"")
+            ring_region, *regions = parts.transports.register([memory, *(pool.buffers if exposed else ())])
+            flags, place = new_flag_page(parts.transports, usable) if verify == "off" else (None, b"")
             me = parts.info("decode", regions, usable)
             me = attrs.evolve(
                 me,
@@ -165,18 +165,18 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         return self._side.inspect()
 
 
-def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:
+def _usable(wanted: str, pool: MemoryPool, transports: Transports) -> tuple[tuple[TransferPlanner, ...], bool]:
     """The paths that prefill may take, and whether one of them exposes pages."""
     known = paths()
-    able = exposable(transport, list(pool.buffers))
+    able = exposable(transports, list(pool.buffers))
     if wanted == AUTO:
         usable = tuple(p for p in known.values() if able or not exposes_pages(p))
     else:
         usable = (known[wanted],)
-        check_mapping(wanted, usable, transport)
+        check_mapping(wanted, usable, transports)
         if exposes_pages(usable[0]) and not able:
             raise ConfigurationError(
-                f"path {wanted!r} writes into pages, but transport {transport.name!r} writes only to memory that it "
+                f"path {wanted!r} writes into pages, but transport {transports.name!r} writes only to memory that it "
                 "allocated: allocate the pool with it, or take path 'staged'"
             )
     return usable, any(map(exposes_pages, usable))

@@ -79,7 +79,7 @@ class DecodeRoom:
         """Say what the room has cost so far."""
         inbound, report = self.machine.inbound, self.handle.report
         report.segments, report.nbytes = inbound.segments_placed, inbound.bytes_placed
-        report.transport = self.machine.lane
+        report.transport = self.machine.transport
         if released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 

@@ -285,7 +285,7 @@ class DecodeSide:
         if room is not None:
             self._handle(room, decided)
 
-    def on_ticket(self, event: WriteEnded | Settled) -> None:
+    def on_ticket(self, transport: str, event: WriteEnded | Settled) -> None:
         """Decode posts nothing."""
         raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
 

@@ -23,8 +23,7 @@ from ...rendezvous import Rendezvous
 from ...strategies import TransferPlanner
 from ...strategies import strategy as named
 from ...trace import Observer, Silent
-from ...transports import Transport, between_processes
-from ...transports.combining import check_lanes, check_transport, combined_or_alone, on_device
+from ...transports import Transport, Transports, between_processes
 from ...transports.registry import AUTO
 from ..peers.background import Background, HelperThreads, Inline
 from ..peers.handshake import EndpointInfo, check_instance
@@ -152,22 +151,24 @@ def _check_identity(pool: MemoryPool) -> None:
         ) from exc
 
 
-def carrier(transport: Transport | Sequence[Transport] | None, device: str, channel: Channel) -> Transport:
-    """The transport, or several as one: those that move memory on the pool's device.
+def carriers(
+    transport: Transport | Transports | Sequence[Transport] | None, device: str, channel: Channel
+) -> Transports:
+    """The transports that move memory on the pool's device.
 
     Of None, what starts here. A network is left out where the channel does not leave the host: no peer would use it.
     Other hosts reach it at the channel's address.
 
     Raises:
-        ConfigurationError: no transport, or lanes that cannot be combined, or of which none moves such memory.
+        ConfigurationError: no transport, or several that do not go together, or of which none moves such memory.
     """
     if transport is None:
         address = channel.address
         return between_processes(AUTO, device, reached_at(address), network=leaves_host(address))
-    if isinstance(transport, Sequence):
-        transport = combined_or_alone(check_lanes(transport, "transport"))
-    check_transport(transport, "transport")
-    return on_device(transport, device)
+    if not isinstance(transport, Transports):
+        several = transport if isinstance(transport, Sequence) else [transport]
+        transport = Transports(several, argument="transport")
+    return transport.on_device(device)
 
 
 def check_carriers(channel: Channel, rendezvous: Rendezvous) -> None:
@@ -189,7 +190,7 @@ class Parts:
     def __init__(
         self,
         pool: MemoryPool,
-        transport: Transport | Sequence[Transport] | None,
+        transport: Transport | Transports | Sequence[Transport] | None,
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,
@@ -227,7 +228,7 @@ class Parts:
         self.environment = arguments.one(environment, "environment", Environment)
         # Last: what starts here has threads and ports, and is closed where an endpoint is refused later.
         self._ours = transport is None
-        self.transport = carrier(transport, pool.buffers[0].device, channel)
+        self.transports = carriers(transport, pool.buffers[0].device, channel)
 
     def __enter__(self) -> Parts:
         """An error inside closes the transport, if no caller has it."""
@@ -235,7 +236,7 @@ class Parts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and self._ours:
-            self.transport.close(0.0)
+            self.transports.close(0.0)
 
     def info(self, role: Role, regions: Sequence[RegionId], paths: tuple[TransferPlanner, ...]) -> EndpointInfo:
         """How an endpoint introduces itself, without the fields of one side."""
@@ -248,7 +249,7 @@ class Parts:
             self.shards,
             self.pool.site,
             tuple(regions),
-            self.transport,
+            self.transports,
             paths,
             verdict=self.verdict,
             device=self.pool.buffers[0].device,

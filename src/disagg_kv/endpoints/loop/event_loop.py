@@ -23,11 +23,11 @@ from ...ids import Epoch
 from ...memory import Event
 from ...rendezvous import Rendezvous, Source
 from ...trace import Observer, Silent, wants_layers
-from ...transports import Home, PeerLost
-from ...transports.combining import lane_of
+from ...transports import Failed, Home, PeerLost
 from ..peers.background import Background
 from ..peers.directory import Directory, LookupResult
 from ..peers.handshake import EndpointInfo, check_key
+from ..peers.session import Link, PeerSession
 from .buffers import ReceiveBuffer
 from .inspection import LoopInspection
 from .peering import Peering
@@ -68,7 +68,8 @@ class EventLoop(Peering):
         self.verdict: Verdict = me.verdict(me.rank, len(me.shards), me.epoch, options, me.instance)
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.sleep = sleep
-        self.idle = IdlePolicy(me.transport.caps)
+        self._must_poll = any(one.caps.needs_target_polling for one in me.transports)
+        self.idle = IdlePolicy(max((one.caps for one in me.transports), key=lambda caps: caps.bytes_per_s))
         self._busy = self._stale = self.left = self.makes_copies = False
         self._copies = True
         self._deaf_until = self._due_at = self._ticked_at = -inf
@@ -248,7 +249,7 @@ class EventLoop(Peering):
 
     def rest(self, timeout_s: float) -> Rest:
         """How to wait after an advance, at most for ``timeout_s``; above SOON_S, call it with the turn."""
-        if self.me.transport.caps.needs_target_polling and self.side.open_rooms:
+        if self._must_poll and self.side.open_rooms:
             timeout_s = min(timeout_s, TARGET_S)
         if self._stale and timeout_s > SOON_S:
             self.next_at()
@@ -305,14 +306,19 @@ class EventLoop(Peering):
     # What comes in.
 
     def poll_transport(self) -> bool:
-        """Take in the transport's reports; False: there were none."""
-        reports = self.me.transport.poll()
-        for report in reports:
+        """Take in the transports' reports; False: there were none."""
+        reports = self.me.transports.poll()
+        for transport, report in reports:
             try:
-                if isinstance(report, PeerLost):
-                    self._on_peer_lost(report)
+                if isinstance(report, Failed):
+                    for link in self.connections.carried(transport):
+                        self._on_peer_lost(link, report.reason, fenced=False)
+                elif not isinstance(report, PeerLost):
+                    self.side.on_ticket(transport.name, report)
+                elif links := self.connections.carried(transport, report.peer):
+                    self._on_peer_lost(links[0], f"{transport.name} reports its end", fenced=report.fenced)
                 else:
-                    self.side.on_ticket(report)
+                    self.observer.count("transport.unexpected")
             except Exception as exc:
                 self.failures.met(exc)
         return bool(reports)
@@ -375,19 +381,15 @@ class EventLoop(Peering):
             if not held:
                 self._on_closed(frame)
 
-    def _on_peer_lost(self, event: PeerLost) -> None:
-        """The transport reports the end of a peer."""
-        session = self.connections.owner(event.peer)
-        if session is None or (link := session.link) is None:
-            self.observer.count("transport.unexpected")
-            return
+    def _on_peer_lost(self, link: Link, why: str, *, fenced: bool) -> None:
+        """What carries the writes to a peer reports its end, or has failed."""
+        session = link.session
         epoch = session.epoch
-        lane = lane_of(self.me.transport, event.peer)
-        error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
+        error = self._lost(epoch, why)
         self._hear_last()  # it may have said before its end that it has all rows
         link.error = error
         self._peer_effects(self.peers.shut(epoch, error, self.now))
-        if event.fenced:
+        if fenced and link.carrier is not None and link.carrier.alone:
             self._gone(session)
 
     def _notice_exits(self) -> None:
@@ -395,8 +397,12 @@ class EventLoop(Peering):
             self._hear_last()
             self.lose(session.epoch, self._lost(session.epoch, "its process has ended"), ended=True)
         if self._process_monitor.landing:
-            for session in self._process_monitor.drained(lambda session: self.lane(session).caps.drain_s):
+            for session in self._process_monitor.drained(self._drain_s):
                 self._gone(session)
+
+    def _drain_s(self, session: PeerSession) -> float | None:
+        """When the last writes of a peer that has ended must have landed; of one without a link, over any transport."""
+        return self.me.transports.drain_s if session.carrier is None else session.carrier.caps.drain_s
 
     def _on_closed(self, frame: Disconnected) -> None:
         """A peer has closed. What it wrote has landed; what is written to it ends by the reports of our transport."""
@@ -446,9 +452,9 @@ class EventLoop(Peering):
 
     def _close_transport(self, until: float) -> None:
         try:
-            left = self.me.transport.close(max(0.0, until - self.clock()))
+            left = self.me.transports.close(max(0.0, until - self.clock()))
         except Exception as exc:
-            where = f"endpoint {self.me.instance}/{self.me.rank}: transport {self.me.transport.name!r}"
+            where = f"endpoint {self.me.instance}/{self.me.rank}: transport {self.me.transports.name!r}"
             raise TransportError(f"{where} could not be closed: {text_of(exc)}") from exc
         if left:
-            log.warning("%d writes were still in flight when the endpoint closed", len(left))
+            log.warning("%d writes were still in flight when the endpoint closed", left)

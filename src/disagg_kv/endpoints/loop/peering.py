@@ -23,9 +23,9 @@ from ...core import (
     Up,
 )
 from ...errors import DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
-from ...ids import Epoch, Peer
+from ...ids import Epoch
 from ...trace import Guarded, Observer, Silent
-from ...transports import Lane
+from ...transports import Carrier
 from ..peers.background import Background
 from ..peers.connections import Connections, ConnectResult
 from ..peers.handshake import EndpointInfo, RemoteEndpoint
@@ -72,12 +72,12 @@ class Peering:
         self.codec = Codec()
         self.failures = Failures(f"{me.instance}/{me.rank}", self.observer, clock, end_rooms)
         self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.failures.defer)
-        budget = budget_of(channel, me.transport, options)
+        budget = budget_of(channel, me.transports.link, options)
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, PeerSession, options, budget)
         helpers = background(f"disagg_kv {me.instance}/{me.rank} links", LINKS)
         ready = partial(open_decode, me) if me.role == "prefill" else None
         self._helped = False
-        self.connections = Connections(me.transport, helpers, self._on_help, clock, self.observer, options, ready)
+        self.connections = Connections(me.transports, helpers, self._on_help, clock, self.observer, options, ready)
         self.sessions = Sessions(self.peers, options, clock)
         self._process_monitor = ProcessMonitor(clock, me.incarnation.process, me.incarnation.watch)
 
@@ -224,17 +224,17 @@ class Peering:
         """Hand over what was said: when a step ends, and before this thread does something that may take long."""
         self._send_buffer.flush()
 
-    def reach(self, epoch: Epoch) -> Peer:
-        """The transport's name of a peer to which bytes go now.
+    def reach(self, epoch: Epoch) -> Carrier:
+        """What carries bytes to a peer now.
 
         Raises:
             TransportError: it is lost. Evidence counts from the moment when a peer's end was seen: nothing may begin
                 to read or write after it.
         """
         session = self.peers.known(epoch)
-        if session is None or session.link is None or session.remote is None:
+        if session is None or session.carrier is None or session.remote is None:
             raise TransportError(f"{self.sessions.name(epoch)} is lost", **self.sessions.who(epoch))
-        return session.link.peer
+        return session.carrier
 
     def there(self, epoch: Epoch) -> PeerSession | None:
         """A peer of the other side to which rooms may be bound; None: it is not there."""
@@ -254,7 +254,3 @@ class Peering:
         """The room is over."""
         while used:
             self.peers.release(used.pop())
-
-    def lane(self, session: PeerSession) -> Lane:
-        """What carries writes to a peer; of one that is not linked, what holds for every peer."""
-        return session.lane or Lane(self.me.transport.name, self.me.transport.caps, "it is not connected")

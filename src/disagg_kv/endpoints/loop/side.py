@@ -48,7 +48,7 @@ class Side(Protocol):
         """Evidence: a peer's process has ended and its last writes have landed."""
         ...
 
-    def on_ticket(self, event: WriteEnded | Settled) -> None:
+    def on_ticket(self, transport: str, event: WriteEnded | Settled) -> None:
         """A write ended, or is quiet at last."""
         ...
 

@@ -1,4 +1,4 @@
-"""Connections of the transport, at most one per incarnation of a peer.
+"""Connections of the transports, at most one per incarnation of a peer.
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the peer is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. Where prefill has a path that needs decode's
@@ -23,8 +23,7 @@ from ...core.room.machine import ours
 from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, TransportError, text_of, without_frames
 from ...ids import Epoch, Peer, peer_name
 from ...trace import Observer
-from ...transports import Transport
-from ...transports.combining import for_peer, lane_of
+from ...transports import Carrier, Transport, Transports
 from .background import Background
 from .limited_log import LimitedLog
 from .mapping import UNMAPPED, Mapping
@@ -51,13 +50,13 @@ beyond it are dropped: their sender repeats what matters."""
 
 @frozen
 class ConnectResult:
-    """An attempt has ended. ``link`` is the transport's name of the peer, or why there is none.
+    """An attempt has ended. ``link`` is what carries writes to the peer, or why nothing does.
 
     ``frames`` take in what has come meanwhile.
     """
 
     session: PeerSession
-    link: Peer | DisaggKVError
+    link: Carrier | DisaggKVError
     frames: Sequence[Callable[[], None]] = ()
 
 
@@ -65,7 +64,7 @@ class Connections:
     """The transport connections of one endpoint.
 
     Args:
-        transport: connects.
+        transports: they connect.
         background: where it does so.
         wake: called on a helper thread when an attempt has ended.
         clock: time, in seconds.
@@ -77,15 +76,15 @@ class Connections:
 
     def __init__(
         self,
-        transport: Transport,
+        transports: Transports,
         background: Background,
         wake: Callable[[], None],
         clock: Callable[[], float],
         observer: Observer,
         options: Options,
-        get_ready: Callable[[Peer, Hello], Mapping] | None = None,
+        get_ready: Callable[[Carrier, Hello], Mapping] | None = None,
     ) -> None:
-        self._transport = transport
+        self._transports = transports
         self._background = background
         self._wake = wake
         self._get_ready = get_ready
@@ -93,7 +92,7 @@ class Connections:
         self._observer = observer
         self._options = options
         self._log = LimitedLog(clock)
-        self._owners: dict[Peer, Link] = {}
+        self._owners: dict[tuple[str, Peer], Link] = {}
         self._under_way = 0
         self._due_at = inf
         self._early_bytes = 0
@@ -102,8 +101,10 @@ class Connections:
     def begin(self, session: PeerSession) -> ConnectResult | None:
         """Link to a peer; None: the result comes out of :meth:`results`. What is known already is returned at once."""
         link = session.link
-        if link is not None and (link.linked or link.error is not None):
-            return ConnectResult(session, link.error or link.peer)
+        if link is not None and link.error is not None:
+            return ConnectResult(session, link.error)
+        if link is not None and link.linked:
+            return ConnectResult(session, _reached(link))
         if link is not None:
             link.wanted = True
             return None
@@ -123,22 +124,24 @@ class Connections:
         return None
 
     def _claim(self, session: PeerSession) -> Link | None:
-        """The transport that a peer names is its own, from before it is connected until it is disconnected.
+        """What a peer names of any transport is its own, from before it is connected until it is disconnected.
 
-        Descriptors are no secrets. Another peer that names the same transport would receive, or divert, the bytes of
-        the first one, and its end would end the first one's link. None: an attempt that was begun before the peer was
+        Descriptors are no secrets. Another peer with one of them would receive, or divert, the bytes of the first one,
+        and its end would end the first one's link. None: an attempt that was begun before the peer was
         forgotten has not returned; what it brings is used.
 
         Raises:
             CapacityError: as many attempts run as are allowed.
-            IncompatiblePeerError: another peer has named it before.
+            IncompatiblePeerError: another peer has named one before, or the sides share no transport.
             RemoteProtocolError: the descriptor is garbage.
         """
         hello = session.hello
-        descriptor = for_peer(self._transport, hello.transport, hello.descriptor)
         until, late = self._clock() + OVERDUE_S, f"its connect has not returned for {OVERDUE_S:g} s"
-        link = Link(session, self._transport.peer_of(descriptor), descriptor, until, late)
-        owner = self._owners.get(link.peer)
+        link = Link(session, self._transports.shared(hello.descriptor), until, late)
+        owners = [self._owners[name] for name in link.claims if name in self._owners]
+        owner = next((one for one in owners if one.session.epoch != session.epoch), None)
+        if owner is None and owners:
+            owner = owners[0]
         if owner is not None and owner.session.epoch == session.epoch and owner.error is None:
             session.link, owner.session, owner.wanted = owner, session, True
             return None
@@ -147,7 +150,8 @@ class Connections:
             raise owner.error or IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
         if self._under_way >= self._options.peers:
             raise CapacityError(f"{self._under_way} connections are under way, and no more may be")
-        session.link = self._owners[link.peer] = link
+        session.link = link
+        self._owners |= dict.fromkeys(link.claims, link)
         self._under_way += 1
         self._due_at = min(self._due_at, until)
         return link
@@ -158,11 +162,10 @@ class Connections:
         mapping, lost = UNMAPPED, f"{_name(hello)}: the attempt ended without a result"
         error: DisaggKVError | None = TransportError(lost, **hello.who)
         try:
-            self._transport.connect(link.descriptor, CONNECT_S)
-            link.lane = lane_of(self._transport, link.peer)
+            link.carrier = self._transports.connect(link.shared, CONNECT_S, self._clock)
             if self._get_ready is not None:
                 link.until, link.late = self._clock() + READY_S, LATE
-                mapping = self._get_ready(link.peer, hello)
+                mapping = self._get_ready(link.carrier, hello)
             error = None
         except Exception as exc:
             error = _failed(exc, hello)
@@ -176,6 +179,8 @@ class Connections:
         while self._results:
             link, mapping, error, at = self._results.popleft()
             link.mapping = mapping
+            if error is None and (why := self._transports.failed(_reached(link).transport)):
+                error = TransportError(f"{_name(link.session.hello)}: {why}", **link.session.hello.who)
             wanted, frames = link.wanted, self._take(link)
             link.linked = error is None and wanted
             if error is not None:
@@ -187,7 +192,7 @@ class Connections:
             else:
                 self._forget(link)
             if wanted:
-                out.append(ConnectResult(link.session, error or link.peer, frames))
+                out.append(ConnectResult(link.session, error or _reached(link), frames))
         if self._clock() >= self._due_at:
             out += self._overdue()
         return out
@@ -195,7 +200,7 @@ class Connections:
     def _overdue(self) -> list[ConnectResult]:
         """Attempts that have not returned fail now; until they return, no other one of that peer may begin."""
         now, out = self._clock(), list[ConnectResult]()
-        waiting = [link for link in self._owners.values() if not link.linked and link.error is None]
+        waiting = [link for link in self._links() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
                 hello = link.session.hello
@@ -205,6 +210,10 @@ class Connections:
                 link.wanted = False
         self._due_at = min((link.until for link in waiting if link.error is None), default=inf)
         return out
+
+    def _links(self) -> Sequence[Link]:
+        """Each once, in the order in which its attempt began."""
+        return tuple(dict.fromkeys(self._owners.values()))
 
     def _take(self, link: Link) -> Sequence[Callable[[], None]]:
         """What has come for an attempt, which is not held any more."""
@@ -220,16 +229,18 @@ class Connections:
     def _disconnect(self, link: Link) -> None:
         """A transport that cannot is left with what it has."""
         try:
-            self._transport.disconnect(link.peer)
+            carrier = _reached(link)
+            carrier.transport.disconnect(carrier.peer)
         except Exception as exc:
             self._observer.count("disconnects.failed")
             name = _name(link.session.hello)
             self._log.say(logging.WARNING, f"{name}: it could not be disconnected: {text_of(exc)}")
 
     def _forget(self, link: Link) -> None:
-        """Another peer may name this transport from now on."""
+        """Another peer may name what it has named from now on."""
         link.session.link = None
-        del self._owners[link.peer]
+        for name in link.claims:
+            del self._owners[name]
         self._under_way -= not link.linked
 
     def hold(self, session: PeerSession | None, frame: F, nbytes: int, then: Callable[[F], None]) -> bool:
@@ -272,22 +283,28 @@ class Connections:
             self._disconnect(link)
             self._forget(link)
 
-    def owner(self, peer: Peer) -> PeerSession | None:
-        """Of which peer the transport speaks."""
-        link = self._owners.get(peer)
-        return link.session if link is not None and link.linked else None
+    def carried(self, by: Transport, peer: Peer | None = None) -> Sequence[Link]:
+        """The links that a transport carries; with ``peer``, the one of which it speaks."""
+        links = self._links() if peer is None else [link for link in [self._owners.get((by.name, peer))] if link]
+        return [link for link in links if link.linked and _reached(link).transport is by]
 
     def linked(self) -> Sequence[Epoch]:
         """Every peer that is linked, in the order in which its attempt began."""
-        return tuple(link.session.epoch for link in self._owners.values() if link.linked)
+        return tuple(link.session.epoch for link in self._links() if link.linked)
 
     def close(self, until: float, then: Callable[[], None]) -> None:
-        """Begin no attempt, and close the transport (``then``) once none runs.
+        """Begin no attempt, and close the transports (``then``) once none runs.
 
-        If an attempt still runs at ``until``, its thread closes the transport after it.
+        If an attempt still runs at ``until``, its thread closes the transports after it.
         """
         if not self._background.close(max(0.0, until - self._clock()), then):
             log.warning("a peer is still being connected; the transport of the closed endpoint closes after that")
+
+
+def _reached(link: Link) -> Carrier:
+    """Of a link whose attempt has succeeded."""
+    assert link.carrier is not None
+    return link.carrier
 
 
 def _name(hello: Hello) -> str:

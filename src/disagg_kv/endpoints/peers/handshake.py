@@ -32,8 +32,8 @@ from ...memory import MappedPool
 from ...planning import rank_plan_of
 from ...strategies import TransferPlanner
 from ...trace import Observer
-from ...transports import Transport
-from ...transports.combining import lane_names, said_name
+from ...transports import Transports
+from ...transports.several import names_of
 from .incarnation import Incarnation
 
 KEPT = 64
@@ -82,7 +82,7 @@ class EndpointInfo:
     shards: tuple[Shard, ...]
     site: Site
     regions: tuple[RegionId, ...]
-    transport: Transport
+    transports: Transports
     paths: tuple[TransferPlanner, ...]
     verdict: type[Elected] | type[Alone] = Elected
     flags: bytes = b""
@@ -103,7 +103,7 @@ class EndpointInfo:
     def hello(self) -> Callable[[bytes], Hello]:
         """Makes the ``Hello`` towards an incarnation; everything but that is encoded once."""
         spec, shards, site = _spec_to_wire(self.site.spec), _shards_to_wire(self.shards), _site_to_wire(self.site)
-        descriptor = self.transport.local_descriptor()
+        offers = self.transports.offers()
 
         def hello(dst: bytes) -> Hello:
             return Hello(
@@ -122,8 +122,8 @@ class EndpointInfo:
                 shards=shards,
                 site=site,
                 regions=self.regions,
-                transport=self.transport.name,
-                descriptor=descriptor,
+                transport=self.transports.name,
+                descriptor=offers,
                 paths=tuple((p.name, p.version) for p in self.paths),
                 conversions=self.conversions,
                 verdict=self.verdict.name,
@@ -162,8 +162,8 @@ class EndpointInfo:
         if hello.role == self.role:
             self._admit_sibling(hello, shards)
             return
-        if not set(lane_names(hello.transport)) & set(lane_names(self.transport.name)):
-            raise IncompatiblePeerError("transport", said_name(self.transport), hello.transport)
+        if not set(names_of(hello.transport)) & set(names_of(self.transports.name)):
+            raise IncompatiblePeerError("transport", str(self.transports), hello.transport)
         ours = {(p.name, p.version) for p in self.paths}
         if not ours & set(hello.paths):
             raise IncompatiblePeerError("paths", sorted(ours), sorted(hello.paths))

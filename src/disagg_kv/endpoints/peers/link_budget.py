@@ -7,7 +7,7 @@ from math import inf
 
 from ...channels import UNKNOWN_LINK, Channel, SupportsLinkCost
 from ...core import LinkBudget, Options
-from ...transports import LinkCost, Transport
+from ...transports import LinkCost
 
 OWN_LINK = LinkCost(10_000, 1)
 """What the endpoint itself holds for a peer: its entry in several tables, and the watch of its process.
@@ -23,10 +23,10 @@ OVER = 5 / 4
 """Rooms may use this many times the links of the budget of descriptors; then a further peer is refused."""
 
 
-def link_cost(channel: Channel, transport: Transport) -> LinkCost:
-    """What one connected peer costs."""
+def link_cost(channel: Channel, link: LinkCost) -> LinkCost:
+    """What one connected peer costs; ``link``: of that its transport's connection."""
     of_channel = channel.link_cost if isinstance(channel, SupportsLinkCost) else UNKNOWN_LINK
-    return OWN_LINK + of_channel + transport.caps.link
+    return OWN_LINK + of_channel + link
 
 
 def allowed_descriptors(soft: int) -> float:
@@ -52,7 +52,7 @@ def _times(whole: float, part: int) -> float:
     return inf if whole == inf or not part else max(1, int(whole / part))
 
 
-def budget_of(channel: Channel, transport: Transport, options: Options) -> LinkBudget:
+def budget_of(channel: Channel, link: LinkCost, options: Options) -> LinkBudget:
     """The links of an endpoint of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return allowed_links(link_cost(channel, transport), options, soft)
+    return allowed_links(link_cost(channel, link), options, soft)

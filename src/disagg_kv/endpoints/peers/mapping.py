@@ -1,4 +1,4 @@
-"""Pools of peers that the transport maps, so that kernels of this process copy into their pages."""
+"""Pools of peers that a transport maps, so that kernels of this process copy into their pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import attrs
+import msgspec
 from attrs import frozen
 
 from ...core import Hello
 from ...errors import ConfigurationError, DisaggKVError, text_of
-from ...ids import Epoch, Peer, RegionId, peer_name
+from ...ids import RegionId, peer_name
 from ...memory import Buffer, MappedPool
 from ...strategies import AUTO, TransferPlanner, exposes_pages
-from ...transports import Flags, SupportsFlags, SupportsMapping, Transport
+from ...transports import Carrier, Flags, SupportsFlags, SupportsMapping, Transports, pack, unpack
 from ...transports.flags import SLOT_WORDS, WORD
 from .handshake import EndpointInfo, RemoteEndpoint
 
@@ -47,48 +48,68 @@ class Mapping:
 UNMAPPED = Mapping(refused="no path of this endpoint maps memory")
 
 
-def open_decode(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
+@frozen
+class FlagPlace:
+    """Where decode's flag page is: as a transport says it, for peers which that carries."""
+
+    transport: str
+    place: bytes
+
+
+_FLAG_PLACE = msgspec.msgpack.Decoder(FlagPlace)
+
+
+def open_decode(me: EndpointInfo, carrier: Carrier, hello: Hello) -> Mapping:
     """Make kernels ready for a decode rank, and open what paths use of it; on a thread that has just connected it."""
     remote = RemoteEndpoint.of(hello)
     if not all(map(exposes_pages, me.paths)):
         me.prepare(remote.spec, None)
     if not any(map(exposes_pages, me.paths)):
         return UNMAPPED
-    mapping = UNMAPPED
-    if any(path.mover == "mapped" for path in me.paths):
-        mapping = map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
-    return attrs.evolve(mapping, flags=open_flags(me.transport, peer, hello.flags))
+    maps = any(path.mover == "mapped" for path in me.paths)
+    return open_peer(carrier, remote, me.device, maps, partial(me.prepare, remote.spec))
 
 
-def open_flags(transport: Transport, peer: Peer, page: bytes) -> Flags | None:
+def open_peer(
+    carrier: Carrier, remote: RemoteEndpoint, device: str, maps: bool, prepare: Callable[[MappedPool], None]
+) -> Mapping:
+    """What of a connected peer's memory this process opens: its pool, if a path ``maps`` it, and its flag page."""
+    pool = map_pool(carrier, remote, device, prepare) if maps else UNMAPPED
+    return attrs.evolve(pool, flags=open_flags(carrier, remote))
+
+
+def open_flags(carrier: Carrier, remote: RemoteEndpoint) -> Flags | None:
     """The flag page of a connected peer; None: it is not open here. On any thread, as ``connect``."""
+    transport, page = carrier.transport, remote.hello.flags
     if not page or not isinstance(transport, SupportsFlags):
         return None
     try:
-        return transport.open_flags(peer, page)
+        there = unpack(page, _FLAG_PLACE)
+        return transport.open_flags(carrier.peer, there.place) if there.transport == carrier.name else None
     except Exception as exc:
-        log.warning("peer %s: frames alone announce segments: %s", peer_name(Epoch(peer)), text_of(exc))
+        log.warning("peer %s: frames alone announce segments: %s", peer_name(remote.epoch), text_of(exc))
         return None
 
 
-def new_flag_page(transport: Transport, usable: Iterable[TransferPlanner]) -> tuple[Buffer | None, bytes]:
+def new_flag_page(transports: Transports, usable: Iterable[TransferPlanner]) -> tuple[Buffer | None, bytes]:
     """Decode's flag page, if peers write straight to pages through a transport that has flags, and its place."""
-    if not isinstance(transport, SupportsFlags) or not any(path.mover == "mapped" for path in usable):
+    one = next((each for each in transports if isinstance(each, SupportsFlags)), None)
+    if one is None or not any(path.mover == "mapped" for path in usable):
         return None, b""
-    return transport.flag_page(BLOCKS * BLOCK_BYTES)
+    page, place = one.flag_page(BLOCKS * BLOCK_BYTES)
+    return page, pack(FlagPlace(one.name, place))
 
 
-def map_pool(
-    transport: Transport, peer: Peer, remote: RemoteEndpoint, device: str, prepare: Callable[[MappedPool], None]
-) -> Mapping:
+def map_pool(carrier: Carrier, remote: RemoteEndpoint, device: str, prepare: Callable[[MappedPool], None]) -> Mapping:
     """Map the pool of a connected peer for kernels on ``device``. May block; on any thread, as ``connect``.
 
     ``prepare`` makes the kernels ready for it, so that no request waits for that.
 
     What prevents it is a refusal of the paths that need it, not an error: other paths reach the peer.
     """
+    transport, peer = carrier.transport, carrier.peer
     if not isinstance(transport, SupportsMapping):
-        return Mapping(refused=f"transport {transport.name!r} does not map memory of peers")
+        return Mapping(refused=f"transport {transport.name!r} does not map memory of peers ({carrier.reason})")
     regions = [RegionId(region) for region in remote.hello.regions]
     if not regions:
         return Mapping(refused="decode's pages are not registered with its transport")
@@ -108,10 +129,10 @@ def map_pool(
     return Mapping(mapped)
 
 
-def check_mapping(wanted: str, usable: Iterable[TransferPlanner], transport: Transport) -> None:
+def check_mapping(wanted: str, usable: Iterable[TransferPlanner], transports: Transports) -> None:
     """Raise a :class:`ConfigurationError` if an explicit path needs a mapping that the transport does not have."""
-    if wanted != AUTO and any(path.mover == "mapped" for path in usable) and not isinstance(transport, SupportsMapping):
+    if wanted != AUTO and any(path.mover == "mapped" for path in usable) and not transports.maps:
         raise ConfigurationError(
-            f"path {wanted!r} copies into mapped pages, but transport {transport.name!r} does not map memory of peers: "
+            f"path {wanted!r} copies into mapped pages, but transport {transports.name!r} does not map peers' memory: "
             "take path 'staged', or a transport such as 'shm' or 'cuda_ipc'"
         )

@@ -7,7 +7,7 @@ the endpoint, whose thread must be able to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from attrs import define, field, frozen
 
@@ -16,7 +16,8 @@ from ...core.wire.frames import Done, Expected, WirePace
 from ...errors import About, DisaggKVError, UnknownNameError
 from ...ids import Epoch, Peer, Rank, peer_name
 from ...planning import InstancePlans
-from ...transports import Lane
+from ...transports import Carrier
+from ...transports.several import Shared
 from ..status import PeerInfo, PeerState
 from .handshake import RemoteEndpoint
 from .mapping import UNMAPPED, Mapping
@@ -33,33 +34,36 @@ class HeldMemory:
 
 @define(eq=False)
 class Link:
-    """What there is between the transport and one incarnation.
+    """What there is between the transports and one incarnation.
 
     Args:
         session: of the incarnation.
-        peer: the transport's name of it.
-        descriptor: the peer's, as the transport takes it.
+        shared: the transports that both sides have.
         until, late: when an attempt that has not returned is overdue, and what to say then.
         linked: the attempt has succeeded.
         mapping: of the peer's pool.
-        lane: what carries writes to it; None: it is not connected yet.
+        carrier: what carries writes to it; None: it is not connected yet.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
         frames: calls that take in what has come meanwhile, and how many bytes that is.
     """
 
     session: PeerSession
-    peer: Peer
-    descriptor: bytes
+    shared: Shared
     until: float
     late: str
     linked: bool = False
     mapping: Mapping = UNMAPPED
-    lane: Lane | None = None
+    carrier: Carrier | None = None
     wanted: bool = True
     error: DisaggKVError | None = None
     frames: list[Callable[[], None]] = field(factory=list)
     nbytes: int = 0
+
+    @property
+    def claims(self) -> Sequence[tuple[str, Peer]]:
+        """The peer's names in transports, which no other peer may have."""
+        return tuple(self.shared.names.items())
 
 
 @define(eq=False)
@@ -97,9 +101,9 @@ class PeerSession(KnownPeer):
         return self.link is not None and self.link.linked
 
     @property
-    def lane(self) -> Lane | None:
+    def carrier(self) -> Carrier | None:
         """What carries writes to it; None: it is not connected. From any thread."""
-        return None if self.link is None else self.link.lane
+        return None if self.link is None else self.link.carrier
 
     @property
     def mapping(self) -> Mapping:
@@ -157,7 +161,7 @@ class Sessions:
         return (*there, *(self._info(session) for session in sessions if session.lost and session.held))
 
     def _info(self, session: PeerSession) -> PeerInfo:
-        hello, lane = session.hello, session.lane
+        hello, carrier = session.hello, session.carrier
         held = list(session.held.items())  # one step
         now = self._clock()
         silent_s = max(0.0, now - session.last_frame_at)
@@ -181,8 +185,8 @@ class Sessions:
             sum(one.page_bytes for _, one in held),
             sum(one.slot_bytes for _, one in held),
             tuple(dict.fromkeys(key.room for key, _ in held)),
-            "" if lane is None else lane.name,
-            "" if lane is None else lane.reason,
+            "" if carrier is None else carrier.name,
+            "" if carrier is None else carrier.reason,
         )
 
     def name(self, epoch: Epoch) -> str:

@@ -19,7 +19,7 @@ from ...planning import Batch
 from ...rendezvous import Rendezvous
 from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
 from ...trace import Observer
-from ...transports import SupportsMapping, Transport
+from ...transports import Transport, Transports
 from ..handle import ChangeQueue
 from ..loop.construction import Environment, Parts
 from ..loop.endpoint import Endpoint
@@ -82,7 +82,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         self,
         pool: MemoryPool,
         *,
-        transport: Transport | Sequence[Transport] | None = None,
+        transport: Transport | Transports | Sequence[Transport] | None = None,
         channel: Channel,
         rendezvous: Rendezvous,
         instance: str,
@@ -110,17 +110,17 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             self._slots = arguments.count(slots, "slots", least=1)
             chosen = parts.strategy
             usable = tuple(paths().values()) if chosen.path == AUTO else (paths()[chosen.path],)
-            check_mapping(chosen.path, usable, parts.transport)
+            check_mapping(chosen.path, usable, parts.transports)
             self._schedule = chosen.schedule if schedule is None else schedule
             self._uses = frozenset(arguments.several(uses, "uses", Feature))
             device = pool.buffers[0].device
             if slot_bytes is None:
                 slot_bytes = 16 << 20 if device == "cpu" else 128 << 20
             self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
-            maps = any(path.mover == "mapped" for path in usable) and isinstance(parts.transport, SupportsMapping)
+            maps = any(path.mover == "mapped" for path in usable) and parts.transports.maps
             ready = ready_kernels(pool, kernels, verify, maps)
-            self.staging = staging = new_staging(parts.transport, staging_slots(self._slots, slot_bytes), device)
-            *regions, staged = parts.transport.register([*pool.buffers, staging])
+            self.staging = staging = new_staging(parts.transports, staging_slots(self._slots, slot_bytes), device)
+            *regions, staged = parts.transports.register([*pool.buffers, staging])
             pools = ReadPools(pool, ready, verify)
             known = tuple(ready.conversions) if isinstance(ready, SupportsConversions) else ()
             me = parts.info("prefill", regions, usable)

@@ -142,15 +142,15 @@ class PrefillSide(PrefillRooms):
             return
         generation = self._join(room, frame)
         head = room_head(loop.me.epoch, epoch, name, generation)
-        mapping, lane = session.mapping, loop.lane(session)
+        mapping, carrier = session.mapping, loop.reach(epoch)
         said = None if mapping.pool is None and not mapping.refused else mapping.refused
-        loop.send(Send(epoch, Expected(**head, parked=False, lane=lane.name, unmapped=said)))
+        loop.send(Send(epoch, Expected(**head, parked=False, transport=carrier.name, unmapped=said)))
         try:
             route, plan = self._router.find(
                 name,
                 session,
                 remote,
-                lane,
+                carrier,
                 frame,
                 tuple(room.routes.values()),
                 self.transfers.staged.slots_of(self._failed, epoch),
@@ -166,7 +166,7 @@ class PrefillSide(PrefillRooms):
         room.routes[epoch] = route
         report = room.handle.report
         report.path, report.reason = route.path.name, "decode has chosen it"
-        report.transport, report.transport_reason = route.lane.name, route.lane.reason
+        report.transport, report.transport_reason = route.carrier.name, route.carrier.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), loop.now))
         for cuts in room.passes.values():
@@ -252,10 +252,10 @@ class PrefillSide(PrefillRooms):
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         return self._throughput.patience_s
 
-    def on_ticket(self, event: WriteEnded | Settled) -> None:
+    def on_ticket(self, transport: str, event: WriteEnded | Settled) -> None:
         """A write ended."""
         try:
-            self.transfers.posts.on_ticket(event)
+            self.transfers.posts.on_ticket((transport, event.ticket), event)
         finally:
             self._take_outcomes()
 

@@ -43,7 +43,7 @@ from ...strategies import (
     exposes_pages,
     refusal,
 )
-from ...transports import Flags, Lane
+from ...transports import Carrier, Flags
 from ..cached_prefix import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
@@ -64,7 +64,7 @@ class Route:
     Args:
         remote: the rank.
         path: how they cross.
-        lane: what carries writes to the rank.
+        carrier: what carries writes to the rank.
         pool: ours, as it reads it: where its cache has other dtypes, converted.
         pair: what this rank sends to it.
         view: that in our pool; routes with the same bytes have the same view.
@@ -78,7 +78,7 @@ class Route:
 
     remote: RemoteEndpoint
     path: TransferPlanner
-    lane: Lane
+    carrier: Carrier
     pool: MemoryPool
     pair: PairPlan
     view: PartView
@@ -119,7 +119,7 @@ class Router:
         selection: which rows decode may leave out.
         paths: those that are known here.
         schedule: when rows cross.
-        pace: how fast this rank is over a lane; None: nothing was measured yet.
+        pace: how fast this rank is over a transport; None: nothing was measured yet.
         request_pages: see :class:`~disagg_kv.core.Options`.
         verify: how many segments this side wants compared.
     """
@@ -149,7 +149,7 @@ class Router:
         room: RoomId,
         session: PeerSession,
         remote: RemoteEndpoint,
-        lane: Lane,
+        carrier: Carrier,
         frame: Expect,
         others: Sequence[Route],
         stuck: int,
@@ -162,7 +162,7 @@ class Router:
             room: which room.
             session: of the decode rank that awaits it.
             remote: what that rank announced.
-            lane: what carries writes there.
+            carrier: what carries writes there.
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
             stuck: staging slots that wait for evidence of this destination.
@@ -196,9 +196,11 @@ class Router:
         mapped = mapping.pool if path.mover == "mapped" else None
         known = pair, pair.source_view, rank_plan, tables
         flags, verify = mapping.flags if exposes_pages(path) else None, (self._verify, frame.verify)
-        route = Route(remote, path, lane, pool, *known, frame.start, verify, mapped, flags)
+        route = Route(remote, path, carrier, pool, *known, frame.start, verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
-        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, rank_plan, on_groups, pace)
+        grouping = None
+        if self._schedule.name != PER_CHUNK:
+            grouping = partial(self._groups, carrier, rank_plan, on_groups, pace)
         plan = FlowPlan(
             me.rank,
             rank_plan,
@@ -207,9 +209,9 @@ class Router:
             exposes_pages(path),
             limits,
             grouping,
-            partial(self._measured, lane),
+            partial(self._measured, carrier),
             None if flags is None else frame.flags,
-            lane.name,
+            carrier.name,
         )
         return route, plan
 
@@ -231,13 +233,13 @@ class Router:
             raise ConfigurationError(f"path {path.name!r} cannot: {reason}")
         return path
 
-    def _measured(self, lane: Lane) -> WirePace | None:
-        pace = self._pace(lane.name)
+    def _measured(self, carrier: Carrier) -> WirePace | None:
+        pace = self._pace(carrier.name)
         return None if pace is None else wire_pace(pace.layer_token_s, pace.bytes_per_s, pace.group_s)
 
     def _groups(
         self,
-        lane: Lane,
+        carrier: Carrier,
         rank_plan: RankPlan,
         on_groups: OnGroups,
         pace: Pace | None,
@@ -251,7 +253,7 @@ class Router:
         One of them measured it in its last room with this instance. A rank that holds the run alone uses its own pace.
         """
         if sum(run in rank_plan.ranges(Rank(rank)) for rank in range(len(rank_plan.parts))) == 1:
-            pace = self._pace(lane.name)
+            pace = self._pace(carrier.name)
         sizes = [nbytes for _, nbytes in rank_plan.lease(Segment(start, stop, run.start, run.stop))[0].values()]
         groups = self._schedule.groups(LayerRun(len(run), stop - start, max(sizes, default=0), batch, pace))
         on_groups(run, groups)

@@ -41,7 +41,7 @@ LEAST_S, MOST_S = 1e-3, 5e-3
 
 @define
 class _Wire:
-    """What moves over one lane: how many transfers, since when, and the bytes of those that have ended since then."""
+    """What moves over one transport: how many transfers, since when, and the bytes of those that have ended since."""
 
     bytes_per_s: float | None = None
     moving: int = 0
@@ -61,7 +61,7 @@ class _Pass:
 
 
 class ThroughputEstimator:
-    """Seconds per layer and token of forward passes; bytes per second while transfers were in flight, per lane.
+    """Seconds per layer and token of forward passes; bytes per second while transfers were in flight, per transport.
 
     Args:
         clock: seconds.
@@ -96,9 +96,9 @@ class ThroughputEstimator:
         if known is not None:
             known.asked = True
 
-    def pace(self, lane: str) -> Pace | None:
-        """What was measured; None: a forward pass, or a transfer over the lane, is still missing."""
-        wire = self._wires.get(lane)
+    def pace(self, transport: str) -> Pace | None:
+        """What was measured; None: a forward pass, or a transfer over it, is still missing."""
+        wire = self._wires.get(transport)
         if self._layer_token_s is None or wire is None or wire.bytes_per_s is None:
             return None
         return Pace(self._layer_token_s, wire.bytes_per_s, (self._plan_s or 0.0) + (self._launch_s or 0.0) + FRAMES_S)
@@ -163,12 +163,12 @@ class ThroughputEstimator:
         """A gather and its writes were queued on a GPU."""
         self._launch_s = _mixed(self._launch_s, seconds)
 
-    def began(self, name: Hashable, lane: str, *, queued: bool) -> None:
+    def began(self, name: Hashable, transport: str, *, queued: bool) -> None:
         """A transfer begins; ``queued``: behind an event of a GPU, so that nothing moves yet."""
         if queued:
-            self._queued[name] = self._wires[lane]
+            self._queued[name] = self._wires[transport]
         else:
-            self._moves(name, self._wires[lane], self._clock())
+            self._moves(name, self._wires[transport], self._clock())
 
     def crossing(self, name: Hashable, at: float) -> None:
         """A transfer, which may have been queued, is on the wire since ``at``."""

@@ -45,7 +45,7 @@ class DirectMover:
             for transfer in transfers:
                 try:
                     after = room.ready_events.before(transfer.segment)
-                    queued = room.routes[to].lane.caps.waits_events
+                    queued = room.routes[to].carrier.caps.waits_events
                     waits = after is not None and not queued and not after.query()
                 except Exception as exc:
                     self.lines.remove(room, to, transfer.segment)

@@ -32,6 +32,9 @@ from .pending import take_out
 P = TypeVar("P")
 """A plan."""
 
+Posted = tuple[str, Ticket]
+"""A ticket, and the name of its transport."""
+
 
 @define(eq=False)
 class Slot:
@@ -180,12 +183,10 @@ class Posts:
     def __init__(self, loop: EventLoop, slots: StagingSlots, throughput: ThroughputEstimator) -> None:
         self._loop = loop
         self._clock = loop.clock
-        self._transport = loop.me.transport
-        self._max_batch = loop.me.transport.caps.max_batch
         self.slots = slots
         self.throughput = throughput
         self.of_room: dict[PrefillRoom, dict[Post, None]] = {}
-        self.tickets: dict[Ticket, Post] = {}
+        self.tickets: dict[Posted, Post] = {}
         self.outcomes: deque[Outcome] = deque()
         self.summing = 0
         self.looked = loop.clock()
@@ -239,7 +240,7 @@ class Posts:
         if not room.machine.flows[to].begin(transfer):
             return None
         after, route = room.ready_events.before(segment), room.routes[to]
-        self.throughput.began((room.key, to, segment), route.lane.name, queued=after is not None)
+        self.throughput.began((room.key, to, segment), route.carrier.name, queued=after is not None)
         tables = room.machine.rows.chunk(segment).tables
         assert tables is not None
         started = self._clock() - spent
@@ -267,11 +268,12 @@ class Posts:
         if after is None or post.slot is None:
             self.crosses(post, started)
         try:
-            for batch in writes.batches(self._max_batch):
+            for batch in writes.batches(post.route.carrier.caps.max_batch):
                 # Asked for each: nothing may begin to read or write once a peer's end was seen.
-                ticket = self._transport.submit(self._loop.reach(post.transfer.to), batch, after=after)
-                post.moving.add(ticket)
-                self.tickets[ticket] = post
+                carrier = self._loop.reach(post.transfer.to)
+                posted = (carrier.name, carrier.transport.submit(carrier.peer, batch, after=after))
+                post.moving.add(posted)
+                self.tickets[posted] = post
         except Exception as exc:
             # A transport raises before it has a ticket: nothing of this batch moves.
             post.error = exc
@@ -339,22 +341,21 @@ class Posts:
         else:
             self.reading(post.room, -1)
 
-    def on_ticket(self, event: WriteEnded | Settled) -> None:
+    def on_ticket(self, posted: Posted, event: WriteEnded | Settled) -> None:
         """A write ended, or is quiet at last."""
-        ticket = event.ticket
-        post = self.tickets.get(ticket)
+        post = self.tickets.get(posted)
         if post is None:
             return
         if isinstance(event, Settled):
-            del self.tickets[ticket]
-            self.settled(post, ticket)
+            del self.tickets[posted]
+            self.settled(post, posted)
             return
         if event.quiesced:
-            del self.tickets[ticket]
-        self.ended(post, ticket, event.error, quiet=event.quiesced)
+            del self.tickets[posted]
+        self.ended(post, posted, event.error, quiet=event.quiesced)
 
     def gone(self, epoch: Epoch) -> None:
         """A destination's process has ended and nothing moves between us any more: its tickets are quiet."""
-        for ticket, post in [(t, p) for t, p in self.tickets.items() if p.transfer.to == epoch]:
-            lost = PeerLostError(f"peer {peer_name(epoch)} is gone")
-            self.on_ticket(Settled(ticket) if ticket in post.unquiet else WriteEnded(ticket, lost))
+        for posted, post in [(t, p) for t, p in self.tickets.items() if p.transfer.to == epoch]:
+            lost, (_, ticket) = PeerLostError(f"peer {peer_name(epoch)} is gone"), posted
+            self.on_ticket(posted, Settled(ticket) if posted in post.unquiet else WriteEnded(ticket, lost))

@@ -174,8 +174,8 @@ class StagedMover:
             self._gathered(room, posts, None)
         else:
             slot.filling = True
-            queued = [one for one in posts if one[0].route.lane.caps.waits_events]
-            waiting = [one for one in posts if not one[0].route.lane.caps.waits_events]
+            queued = [one for one in posts if one[0].route.carrier.caps.waits_events]
+            waiting = [one for one in posts if not one[0].route.carrier.caps.waits_events]
             self.gathering.append(_Gathering(event, room, slot, [post for post, _ in queued], waiting))
             for post, writes in queued:
                 self._posts.post(post, writes, event)

@@ -13,7 +13,7 @@ from ....ids import LayerId
 from ....kernels.tensors import tensor_of
 from ....memory import PagedPool
 from ....strategies import explain
-from ....transports import SupportsAllocate, Transport
+from ....transports import Transports
 from .. import shard_from_config, spec_from_config
 from .check import POISON, PlaneFile, PoolFile
 from .config import DemoConfig, Role
@@ -40,7 +40,7 @@ def shards_of(config: DemoConfig, role: Role) -> list[Shard]:
 
 
 def make_pool(
-    config: DemoConfig, role: Role, rank: int, page_size: int, transport: Transport, device: str
+    config: DemoConfig, role: Role, rank: int, page_size: int, transports: Transports, device: str
 ) -> PagedPool:
     """Pages for all requests and a few more, every byte poisoned; peers can write to them if the transport allows.
 
@@ -55,7 +55,7 @@ def make_pool(
         state_slots=config.requests + 1,
         aux_slots=config.requests,
         aux_bytes=AUX_BYTES,
-        allocator=transport.allocate if isinstance(transport, SupportsAllocate) else None,
+        allocator=transports.allocator,
         device=device,
     )
     for buffer in pool.buffers:

@@ -14,13 +14,13 @@ from disagg_kv.errors import TransportError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.transports import Extents, Process, Settled, WriteEnded
 from disagg_kv.transports.mooncake_flight import Address, Flight, One, Remote, Shared
-from disagg_kv.transports.mooncake_lanes import WorkerPool
 from disagg_kv.transports.mooncake_library import Engine
+from disagg_kv.transports.mooncake_workers import WorkerPool
 
 
 def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
     """With any number of threads; a job is called until it has no more to do."""
-    lanes, busy = WorkerPool(4, "test"), threading.Lock()
+    workers, busy = WorkerPool(4, "test"), threading.Lock()
     ran: list[int] = []
 
     def job(number: int) -> bool:
@@ -30,52 +30,52 @@ def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
         return ran.count(number) < 3
 
     for number in range(50):
-        lanes.put("one", partial(job, number))
-    assert lanes.drain(120.0)
+        workers.put("one", partial(job, number))
+    assert workers.drain(120.0)
     assert ran == [number for number in range(50) for _ in range(3)]
-    lanes.stop()
+    workers.stop()
 
 
 def test_a_slow_destination_delays_no_other() -> None:
     """As long as there are more threads than slow ones."""
-    lanes, free, done = WorkerPool(2, "test"), threading.Event(), threading.Event()
-    lanes.put("slow", lambda: not free.wait(120.0))
+    workers, free, done = WorkerPool(2, "test"), threading.Event(), threading.Event()
+    workers.put("slow", lambda: not free.wait(120.0))
     for number in range(10):
-        lanes.put(number, lambda: False)
+        workers.put(number, lambda: False)
 
     def last() -> bool:
         done.set()
         return False
 
-    lanes.put(9, last)
+    workers.put(9, last)
     assert done.wait(120.0)
-    assert not lanes.drain(0.0)
+    assert not workers.drain(0.0)
     free.set()
-    assert lanes.drain(120.0)
-    lanes.stop()
+    assert workers.drain(120.0)
+    workers.stop()
 
 
 def test_destinations_take_turns() -> None:
     """With one thread, a long job does not keep it."""
-    lanes, go = WorkerPool(1, "test"), threading.Event()
+    workers, go = WorkerPool(1, "test"), threading.Event()
     turns: list[str] = []
-    lanes.put("gate", lambda: not go.wait(120.0))
+    workers.put("gate", lambda: not go.wait(120.0))
 
     def job(name: str) -> bool:
         turns.append(name)
         return turns.count(name) < 3
 
     for name in "ab":
-        lanes.put(name, partial(job, name))
+        workers.put(name, partial(job, name))
     go.set()
-    assert lanes.drain(120.0)
+    assert workers.drain(120.0)
     assert turns == list("ababab")
-    lanes.stop()
+    workers.stop()
 
 
 def test_without_more_threads_those_that_are_there_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have no more of them: then destinations share the first."""
-    lanes, done = WorkerPool(4, "test"), list[str]()
+    workers, done = WorkerPool(4, "test"), list[str]()
 
     def job(name: str) -> bool:
         done.append(name)
@@ -83,10 +83,10 @@ def test_without_more_threads_those_that_are_there_do_it(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(threading.Thread, "start", _no_thread)
     for name in ("a", "b", "c"):
-        lanes.put(name, partial(job, name))
-    assert lanes.drain(5.0)
+        workers.put(name, partial(job, name))
+    assert workers.drain(5.0)
     assert done == ["a", "b", "c"]
-    lanes.stop()
+    workers.stop()
 
 
 def _no_thread(thread: threading.Thread) -> None:
@@ -95,7 +95,7 @@ def _no_thread(thread: threading.Thread) -> None:
 
 def test_what_has_not_begun_when_it_stops_never_does() -> None:
     """The present step is finished; the threads end."""
-    lanes, entered, go = WorkerPool(1, "stopped"), threading.Event(), threading.Event()
+    workers, entered, go = WorkerPool(1, "stopped"), threading.Event(), threading.Event()
     ran: list[str] = []
 
     def job(name: str) -> bool:
@@ -104,11 +104,11 @@ def test_what_has_not_begun_when_it_stops_never_does() -> None:
         ran.append(name)
         return True
 
-    lanes.put("one", partial(job, "first"))
-    lanes.put("two", partial(job, "second"))
+    workers.put("one", partial(job, "first"))
+    workers.put("two", partial(job, "second"))
     assert entered.wait(120.0)
     (thread,) = [t for t in threading.enumerate() if t.name == "stopped-0"]
-    lanes.stop()
+    workers.stop()
     go.set()
     thread.join(120.0)
     assert (ran, thread.is_alive()) == (["first"], False)
@@ -137,16 +137,16 @@ def test_a_flight_that_meets_an_error_ends_and_the_next_one_flies(where: str, mo
             raise broken.pop()
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    lanes = WorkerPool(1, "test")
+    workers = WorkerPool(1, "test")
     address = Address("session", "host", 1, "nvlink_intra", Process.own())
     remote = Remote(Peer(bytes(16)), address, 1, Extents((), "peer's"), None)
     results = deque[tuple[Flight, WriteEnded | Settled]]()
     for number in (1, 2):
         library = Library(broken.pop()) if asked and broken else Library()
         shared = Shared(cast("Engine", library), 30.0, results)
-        lanes.put("peer", Flight(Ticket(number), remote, deque([One(0, 1, 1, 1)]), shared).step)
-    assert lanes.drain(5.0)
-    lanes.stop()
+        workers.put("peer", Flight(Ticket(number), remote, deque([One(0, 1, 1, 1)]), shared).step)
+    assert workers.drain(5.0)
+    workers.stop()
     first, second = (event for _, event in results)
     assert isinstance(first, WriteEnded)
     assert isinstance(first.error, TransportError)

@@ -1,4 +1,4 @@
-"""The UCX lanes of this host, from UCX's log of a real write between two processes.
+"""The UCX transports of this host, from UCX's log of a real write between two processes.
 
 As a program, the module makes that write and prints the id of the writing process.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 TIMEOUT_S = 120.0
 
-_LANE = re.compile(r"\w+/[\w.:-]+")
+_NAME = re.compile(r"\w+/[\w.:-]+")
 
 
 SLOW = " (slow within a host; faster is cma: UCX_TLS must allow it, and containers one PID namespace and SYS_PTRACE)"
@@ -28,8 +28,8 @@ WRITE = (sys.executable, "-m", __name__)
 """The program that makes a write."""
 
 
-def ucx_lanes(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S) -> str:
-    """The UCX lanes of NIXL's writes of CPU memory between two processes of this host, or why they are not known."""
+def ucx_transports(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S) -> str:
+    """The UCX transports of NIXL's writes of CPU memory between two processes here, or why they are not known."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
         try:
@@ -46,16 +46,16 @@ def ucx_lanes(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S) -> s
         except subprocess.CalledProcessError as error:
             return f"not known: a write between two processes failed: {(error.stderr.splitlines() or ['?'])[-1]}"
         log = Path(folder) / done.stdout.strip()
-        lanes = found(log.read_text()) if log.is_file() else []
-    if not lanes:
+        names = found(log.read_text()) if log.is_file() else []
+    if not names:
         return "not known: UCX does not log them"
-    slow = all(lane.startswith("tcp/") for lane in lanes)
-    return ", ".join(lanes) + (SLOW if slow else "")
+    slow = all(name.startswith("tcp/") for name in names)
+    return ", ".join(names) + (SLOW if slow else "")
 
 
 def found(log: str) -> Sequence[str]:
-    """The lanes in UCX's tables of writes to another process of this host."""
-    lanes: set[str] = set()
+    """The transports, each with its device, in UCX's tables of writes to another process of this host."""
+    names: set[str] = set()
     to_another = writes = False
     for line in log.splitlines():
         _, edge, row = line.partition("|")
@@ -64,8 +64,8 @@ def found(log: str) -> Sequence[str]:
         elif "by ucp_" in row:
             writes = to_another and "remote memory write" in row
         elif edge and writes:
-            lanes.update(_LANE.findall(row))
-    return sorted(lanes)
+            names.update(_NAME.findall(row))
+    return sorted(names)
 
 
 def write() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lanes import check_far_lane, check_lanes
 from tests.support.needs import needs_nixl
 from tests.support.processes import Cluster
+from tests.support.several import check_far, check_near
 
 pytestmark = [pytest.mark.slow, needs_nixl]
 
@@ -24,9 +24,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_a_peer_of_the_host_is_reached_by_shared_memory_and_mapped(cluster: Cluster) -> None:
     """NIXL is there, too, and carries nothing."""
-    check_lanes(cluster, "shm", "nixl", "cpu")
+    check_near(cluster, "shm", "nixl", "cpu")
 
 
 def test_a_peer_that_shared_memory_refuses_is_reached_by_nixl(cluster: Cluster) -> None:
     """It names another host; the reason is in the report."""
-    check_far_lane(cluster, "shm", "nixl", "cpu")
+    check_far(cluster, "shm", "nixl", "cpu")

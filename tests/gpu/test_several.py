@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lanes import check_far_lane, check_lanes
 from tests.support.needs import needs_nixl
 from tests.support.processes import Cluster
+from tests.support.several import check_far, check_near
 
 pytestmark = needs_nixl
 
@@ -24,9 +24,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_a_peer_of_the_host_is_reached_by_cuda_ipc_and_mapped(cluster: Cluster) -> None:
     """NIXL is there, too, and carries nothing."""
-    check_lanes(cluster, "cuda_ipc", "nixl", "cuda")
+    check_near(cluster, "cuda_ipc", "nixl", "cuda")
 
 
 def test_a_peer_that_cuda_ipc_refuses_is_reached_by_nixl(cluster: Cluster) -> None:
     """It names another host; the reason is in the report."""
-    check_far_lane(cluster, "cuda_ipc", "nixl", "cuda")
+    check_far(cluster, "cuda_ipc", "nixl", "cuda")

@@ -1,4 +1,4 @@
-"""One endpoint, several transports: what each peer gets, and that one lane's end leaves the others alone."""
+"""One endpoint, several transports: what each peer gets, and that one transport's end leaves the others alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from disagg_kv.transports import (
     Settled,
     ShmTransport,
     Transport,
+    Transports,
     WriteEnded,
-    combine,
     registry,
 )
 from tests.support.rig import Decodes, Memory, Prefills, Request, Rig, tp_shards
@@ -31,9 +31,9 @@ from tests.unit.endpoints.test_streams import StreamKernels, StreamTransport
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
 
-def lanes(*made: Callable[[], Transport], page_size: int = 4) -> Memory:
-    """A rank with these lanes."""
-    return Memory(page_size=page_size, transport=lambda: combine([make() for make in made]))
+def several(*made: Callable[[], Transport], page_size: int = 4) -> Memory:
+    """A rank with these transports."""
+    return Memory(page_size=page_size, transport=lambda: Transports([make() for make in made]))
 
 
 class Far(InprocTransport):
@@ -52,16 +52,16 @@ class Far(InprocTransport):
 
 
 def scene(*made: Callable[[], Transport], strategy: str = "auto") -> tuple[Rig, Decodes, Prefills, Prefills]:
-    """A decode rank with lanes, a prefill rank ``P`` that it shares memory with, and one, ``Q``, that is far."""
+    """A decode rank with several, a prefill rank ``P`` that it shares memory with, and one, ``Q``, that is far."""
     rig = Rig(SPEC)
-    decodes = rig.decode(tp_shards(SPEC, 1), memory=lanes(*(made or (ShmTransport, Far)), page_size=8))
-    near = rig.prefill(tp_shards(SPEC, 1), memory=lanes(ShmTransport, Far), strategy=strategy)
-    far = rig.prefill(tp_shards(SPEC, 1), "Q", memory=lanes(Far), strategy=strategy)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=several(*(made or (ShmTransport, Far)), page_size=8))
+    near = rig.prefill(tp_shards(SPEC, 1), memory=several(ShmTransport, Far), strategy=strategy)
+    far = rig.prefill(tp_shards(SPEC, 1), "Q", memory=several(Far), strategy=strategy)
     return rig, decodes, near, far
 
 
-def test_each_peer_of_an_endpoint_gets_its_lane_and_the_paths_of_it() -> None:
-    """Shared memory is mapped, and the network staged; peers and reports name the lane and the reason."""
+def test_each_peer_of_an_endpoint_gets_its_transport_and_the_paths_of_it() -> None:
+    """Shared memory is mapped, and the network staged; peers and reports name the transport and the reason."""
     rig, decodes, near, far = scene()
     for number in "12":
         one = rig.request(f"one {number}", near, decodes, 9).start(9).landed()
@@ -80,7 +80,7 @@ def test_each_peer_of_an_endpoint_gets_its_lane_and_the_paths_of_it() -> None:
 
 
 class Waits(StreamTransport):
-    """A lane that waits for the event of a gather."""
+    """A transport that waits for the event of a gather."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,9 +88,9 @@ class Waits(StreamTransport):
 
 
 def gathered() -> tuple[Rig, Prefills, Request, Waits, StreamKernels]:
-    """A prefill rank sends rows to two decode ranks; of their lanes, only the first waits for the gather."""
+    """A prefill rank sends rows to two decode ranks; of their transports, only the first waits for the gather."""
     rig, waits, kernels = Rig(SPEC), Waits(), StreamKernels()
-    memory = Memory(transport=lambda: combine([waits, InprocTransport()]))
+    memory = Memory(transport=lambda: Transports([waits, InprocTransport()]))
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
     shards = tp_shards(SPEC, 2)
     decodes = rig.decode(shards, only=[0], memory=Memory(transport=Waits), strategy="staged")
@@ -100,12 +100,12 @@ def gathered() -> tuple[Rig, Prefills, Request, Waits, StreamKernels]:
 
 
 @pytest.mark.parametrize(("tp", "expected"), [(1, ["far+shm"]), (2, ["shm", "far"])])
-def test_decode_reports_the_lanes_of_the_ranks_that_send_it_rows(tp: int, expected: list[str]) -> None:
-    """Each rank writes over its own lane; the lane of one that sends nothing to a decode rank does not count there."""
+def test_decode_reports_the_transports_of_the_ranks_that_send_it_rows(tp: int, expected: list[str]) -> None:
+    """Each rank writes over its own transport; that of one that sends nothing to a decode rank does not count there."""
     rig, shards = Rig(SPEC), tp_shards(SPEC, 2)
-    decodes = rig.decode(tp_shards(SPEC, tp), memory=lanes(ShmTransport, Far))
-    prefills = rig.prefill(shards, only=[0], memory=lanes(ShmTransport, Far))
-    prefills += rig.prefill(shards, only=[1], memory=lanes(Far))
+    decodes = rig.decode(tp_shards(SPEC, tp), memory=several(ShmTransport, Far))
+    prefills = rig.prefill(shards, only=[0], memory=several(ShmTransport, Far))
+    prefills += rig.prefill(shards, only=[1], memory=several(Far))
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9)
     assert [receive.report.transport for receive in request.receives] == [""] * tp
     request.open_prefill().send(9).finish().landed()
@@ -114,8 +114,8 @@ def test_decode_reports_the_lanes_of_the_ranks_that_send_it_rows(tp: int, expect
     rig.quiet()
 
 
-def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> None:
-    """A write is posted behind the gather where its lane waits, and after it where not."""
+def test_one_gather_serves_transports_that_wait_for_it_and_lanes_that_do_not() -> None:
+    """A write is posted behind the gather where its transport waits, and after it where not."""
     rig, prefills, request, waits, kernels = gathered()
     rig.until(lambda: bool(waits.held), "a write behind the gather")
     assert list(waits.after.values()) == kernels.queued
@@ -128,7 +128,7 @@ def test_one_gather_serves_lanes_that_wait_for_it_and_lanes_that_do_not() -> Non
     rig.quiet()
 
 
-def test_a_gather_that_fails_fails_the_writes_of_every_lane() -> None:
+def test_a_gather_that_fails_fails_the_writes_of_every_transport() -> None:
     """Those that wait for it end by themselves."""
     rig, _, request, _, kernels = gathered()
     rig.until(lambda: bool(kernels.queued), "a gather")
@@ -139,8 +139,8 @@ def test_a_gather_that_fails_fails_the_writes_of_every_lane() -> None:
     rig.close()
 
 
-def test_a_lane_that_fails_loses_its_peers_and_the_others_go_on() -> None:
-    """The error has the lane's name and reason."""
+def test_a_transport_that_fails_loses_its_peers_and_the_others_go_on() -> None:
+    """The error has the transport's name and reason."""
     broken: list[Far] = []
 
     def far() -> Far:
@@ -160,10 +160,10 @@ def test_a_lane_that_fails_loses_its_peers_and_the_others_go_on() -> None:
     rig.close()
 
 
-def test_sides_that_share_no_lane_are_refused_with_the_lanes_of_both() -> None:
+def test_sides_that_share_no_transport_are_refused_with_those_of_both() -> None:
     """Before anything is connected."""
     rig = Rig(SPEC)
-    decodes = rig.decode(tp_shards(SPEC, 1), memory=lanes(ShmTransport, Far))
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=several(ShmTransport, Far))
     prefills = rig.prefill(tp_shards(SPEC, 1))
     request = rig.request("room", prefills, decodes, 9).open_decode().expect(9)
     rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the refusal")
@@ -174,7 +174,7 @@ def test_sides_that_share_no_lane_are_refused_with_the_lanes_of_both() -> None:
 
 
 @pytest.mark.parametrize("kind", [PrefillEndpoint, DecodeEndpoint])
-def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
+def test_an_endpoint_takes_a_list_and_leaves_out_those_for_other_memory(
     kind: type[PrefillEndpoint | DecodeEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is enough; of a list without any, each is named.
@@ -221,11 +221,11 @@ def test_an_endpoint_takes_a_list_and_leaves_out_lanes_for_other_memory(
         with pytest.raises(ConfigurationError, match=why):
             make(bad)
     made = make([Gpu(), InprocTransport(), emulate(ShmTransport(), 1e9)])
-    assert made.driver.loop.me.transport.name == "inproc+shm"
+    assert made.driver.loop.me.transports.name == "inproc+shm"
     made.close()
     for name in ("nixl", "mooncake"):
         monkeypatch.setitem(registry._registered, name, Far)
     for channel, expected in ((InprocChannel, "shm"), (Reached, "shm+far")):
         default = make(None, channel)
-        assert default.driver.loop.me.transport.name == expected
+        assert default.driver.loop.me.transports.name == expected
         default.close()

@@ -13,7 +13,7 @@ ROOM, AGAIN, TOKENS = b"room", b"again", 600
 
 
 class Elsewhere(Member):
-    """A process that says that it is on another host, so that a lane within a host refuses its peers."""
+    """A process that says that it is on another host, so that a transport within a host refuses its peers."""
 
     def __init__(self, setup: Setup) -> None:
         process._host = cache(lambda: "elsewhere")
@@ -42,8 +42,8 @@ def cross(prefill: Node, decode: Node, *rooms: bytes) -> None:
     assert decode.ask("wrong", there) == 0
 
 
-def check_lanes(cluster: Cluster, near: str, far: str, device: str) -> None:
-    """A peer of the host is reached over the near lane, and mapped for the second room; both sides name the lane."""
+def check_near(cluster: Cluster, near: str, far: str, device: str) -> None:
+    """A peer of the host is reached over the near transport, and mapped for the second room; both sides name it."""
     prefill, decode = crosses(cluster, Knobs("auto", transport=f"{near}+{far}", device=device), Member)
     look = prefill.ask("look", ROOM)
     assert (look.path, look.transport, look.transport_reason) == ("staged", near, "the first transport"), look
@@ -57,8 +57,8 @@ def check_lanes(cluster: Cluster, near: str, far: str, device: str) -> None:
     )
 
 
-def check_far_lane(cluster: Cluster, near: str, far: str, device: str) -> None:
-    """A peer that the near lane refuses is reached over the far one, with the near one's reason."""
+def check_far(cluster: Cluster, near: str, far: str, device: str) -> None:
+    """A peer that the near transport refuses is reached over the far one, with the near one's reason."""
     prefill, decode = crosses(cluster, Knobs("auto", transport=f"{near}+{far}", device=device), Elsewhere)
     look = prefill.ask("look", ROOM)
     assert (look.path in ("staged", "slice"), look.transport) == (True, far), look
