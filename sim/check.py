@@ -209,7 +209,7 @@ class Checks:
     def _owes(self, entry: Entry, peer: SimNode) -> bool:
         """Whether a decode rank lacks notices of a prefill rank that it has met."""
         room = _room_of(entry)
-        writer = None if room is None else room.machine.inspect().writers.get(peer.epoch)
+        writer = None if room is None else room.machine.writers.get(peer.epoch)
         return writer is not None and not writer.complete
 
     def _noticed_one(self, entry: Entry, peer: SimNode) -> None:
@@ -288,7 +288,7 @@ class Checks:
             if machine.error is None:
                 self._world.mark("release:landed")
                 continue
-            writers = machine.inspect().writers.values()
+            writers = machine.writers.values()
             if any(w.drained for w in writers):
                 self._world.mark("release:drained")
             if any(w.gone for w in writers):
@@ -474,7 +474,7 @@ class Checks:
                 transfers = view.transfers
                 gathers, mapped = transfers.staged.prepared.gathers, transfers.mapped
                 left |= {
-                    "slots": transfers.staged.slots.held,
+                    "slots": transfers.staged.slots.in_use,
                     "transfers": sum(len(one.lines.of) for one in (transfers.staged, transfers.direct, mapped)),
                     "posts": len(transfers.posts.tickets),
                     "gathers": len(transfers.staged.gathering),

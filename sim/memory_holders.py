@@ -71,7 +71,7 @@ def _decode(node: SimNode, view: DecodeInspection) -> Iterator[Piece]:
     for key, room in view.rooms.items():
         if room.machine.error is None:
             continue
-        inside = room.machine.inspect()
+        inside = room.machine
         pages = 0
         if inside.exposed and room.wanted is not None:
             pages = sum(map(node.memory.table_bytes, room.wanted.tables.values()))
@@ -81,7 +81,7 @@ def _decode(node: SimNode, view: DecodeInspection) -> Iterator[Piece]:
             if inside.exposed and writer.done is None:
                 yield writer.epoch, key.room, 0, pages, 0
             for (of, segment), granted in view.queue.leases.items():
-                if of == key and writer.rank in (part := inside.parts[segment]).asked - part.arrived:
+                if of == key and writer.rank in (part := inside.inbound[segment]).asked - part.arrived:
                     yield writer.epoch, key.room, granted.lease.nbytes, 0, 0
 
 

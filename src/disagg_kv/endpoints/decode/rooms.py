@@ -46,24 +46,25 @@ from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..arrivals import Arrivals
 from ..handle import ChangeQueue
+from ..loop.buffers import Receipts
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
 from ..peers.session import UsedPeers
 from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
-from .expecting import PendingExpectations
 from .flags import RoomFlags
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
-from .path_choice import PathChooser
-from .quarantine import check_quarantine
-from .rate_limit import RateLimiter
-from .receipts import Receipts
+from .path_choice import PathChooser, PendingExpectations
 from .room import DecodeRoom
-from .scatter import ScatterQueue
+from .scatter import RateLimiter, ScatterQueue
 
 log = logging.getLogger("disagg_kv")
+
+PEER_QUARANTINE = 0.25
+ALL_QUARANTINE = 0.5
+"""Parts of the ring that may wait for evidence before new rooms are refused: for one peer, and in all."""
 
 TICK_S = 0.02
 """Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
@@ -107,7 +108,7 @@ class DecodeSide:
         self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
         self._used = UsedPeers(loop.peers)
-        self.flags = RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
+        self.flags = None if flags is None else RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
         self._lively_at = 0.0
         self.quarantined = 0
 
@@ -172,11 +173,19 @@ class DecodeSide:
                 self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
                 continue
             try:
-                check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
+                self._check_quarantine(outcome.remotes)
             except QuarantineFullError as exc:
                 self._handle(room, Cancel(exc))
                 continue
             self._introduce(room, outcome.remotes)
+
+    def _check_quarantine(self, remotes: Sequence[RemoteEndpoint]) -> None:
+        """Raise a :class:`QuarantineFullError` if too much waits for evidence about one of these prefill ranks."""
+        for remote in remotes:
+            held, ring = self._queue.quarantined_bytes(remote.epoch), self._ring.nbytes
+            if held > PEER_QUARANTINE * ring:
+                full = f"{remote.name}: {held} of {ring} ring bytes wait for evidence"
+                raise QuarantineFullError(full, **remote.hello.who)
 
     def _introduce(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> None:
         """Begin a room with its prefill ranks."""
@@ -190,7 +199,8 @@ class DecodeSide:
         for epoch in writers:
             self._used.use(epoch, room.key, self._loop.now)
         intake = room.plans.intake(room.plans.rotation(room.key.room))
-        self._handle(room, Introduced(writers, intake, pace, self.flags.issue(room)))
+        flags = () if self.flags is None else self.flags.issue(room)
+        self._handle(room, Introduced(writers, intake, pace, flags))
         if room.wanted is not None:
             self._expectations.add(room)
             self._ask()
@@ -223,7 +233,8 @@ class DecodeSide:
 
     def on_lost(self, lost: Lost) -> None:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
-        self._take_flags()
+        if self.flags is not None:
+            self._take_flags(self.flags)
         for room in self._with(lost.peer):
             self._handle(room, lost)
         self._forget(lost.peer)
@@ -231,7 +242,8 @@ class DecodeSide:
     def forget(self, epoch: Epoch) -> None:
         """Nothing is kept of a rank that is not there."""
         self._forget(epoch)
-        self.flags.page.forget(epoch)
+        if self.flags is not None:
+            self.flags.page.forget(epoch)
 
     def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
@@ -243,7 +255,8 @@ class DecodeSide:
         """Evidence: it writes nothing more."""
         for room in self._with(epoch):
             self._handle(room, Gone(epoch))
-        self.flags.page.gone(epoch)
+        if self.flags is not None:
+            self.flags.page.gone(epoch)
 
     def _with(self, epoch: Epoch) -> list[DecodeRoom]:
         return [r for r in self._rooms.values() if epoch in r.machine.writers]
@@ -305,7 +318,8 @@ class DecodeSide:
                 if room.machine.state is not Receiving.CLOSED:
                     self._touched[room] = None
                     effects = room.machine.handle(event, self._loop.now)
-                    self.flags.follow(room)
+                    if self.flags is not None:
+                        self.flags.follow(room)
                     self._apply(room, effects)
         finally:
             self._handling = False
@@ -385,14 +399,15 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Take in flags, finish scatters, start those that are due, and prepare one that follows."""
-        raised = self._take_flags()
+        raised = self.flags is not None and self._take_flags(self.flags)
+        expecting = self._expectations.waiting
         if self._receipts.waiting:
             self._receipts.flush()
-        if self._expectations:
+        if expecting:
             self._ask()
         scatters = self._scatters
         if not scatters.active:
-            return raised or bool(self._expectations)
+            return raised or bool(expecting)
         if not self._loop.may_copy(scatters.queues):
             return True
         budget = self._loop.budget()
@@ -403,11 +418,12 @@ class DecodeSide:
         self._take_scattered()
         if self._receipts.waiting:
             self._receipts.flush()
-        scatters.prepare_one()
-        return raised or scatters.waits or budget.spent or bool(self._expectations)
+        if scatters.prepared.waiting:
+            scatters.prepare_one()
+        return raised or scatters.waits or budget.spent or bool(expecting)
 
-    def _take_flags(self) -> bool:
-        raised = self.flags.look()
+    def _take_flags(self, flags: RoomFlags) -> bool:
+        raised = flags.look()
         for landed in raised:
             self._loop.of_peer(Epoch(landed.src), self.on_frame, landed)
         return bool(raised)
@@ -422,27 +438,31 @@ class DecodeSide:
             # Before the engine learns that it failed.
             unsettled, peers = room.unsettled(self._page_bytes), [remote.epoch for remote in room.remotes]
             self._loop.sessions.hold(room.key, unsettled, peers)
-        phase, released = machine.phase, machine.released
-        room.account(self._loop.now, released=released)
-        if not handle.shows(phase, released):
-            error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
-            handle.publish(phase, released, error, self._loop.clock())
+        now, report, inbound = self._loop.now, handle.report, machine.inbound
+        state = machine.phase, machine.released
+        report.segments, report.nbytes, report.transport = inbound.segments_placed, inbound.bytes_placed, machine.lane
+        if state[1] and "total" not in report.seconds:
+            report.spend("total", now - room.opened)
+        if state != handle.state:
+            error = machine.error and self._loop.pauses.explain(machine.error, room.opened, now)
+            handle.publish(state, error, self._loop.clock())
             self._changes.add(handle)
         if self._rooms.get(room.key) is not room:
             return
         if machine.state is not Receiving.CLOSED:
-            self._timers.by(room.key, self._loop.now + room.soon_s)
+            self._timers.by(room.key, now + room.soon_s)
         else:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
             self._used.forget(room.key)
-            self.flags.ended(room)
+            if self.flags is not None:
+                self.flags.ended(room)
             self._discovery.forget(room)
             self._lingering.discard(room.key)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
             if self._loop.observed:
-                span = room_span(room.key.room, room.opened, self._loop.now, handle.report, machine.error)
+                span = room_span(room.key.room, room.opened, now, report, machine.error)
                 self._loop.observer.span(span)
 
     # Time.
@@ -485,7 +505,8 @@ class DecodeSide:
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self._queue.check_integrity()
-        self.flags.check_integrity(self._rooms.values())
+        if self.flags is not None:
+            self.flags.check_integrity(self._rooms.values())
         unmet = {key for rooms in self._discovery.unmet.values() for key in rooms}
         assert self._lingering <= unmet <= self._rooms.keys()
         for room in self._rooms.values():

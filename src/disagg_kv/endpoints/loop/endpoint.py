@@ -67,7 +67,6 @@ class Endpoint(ABC, Generic[H, S]):
         )
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.driver = Driver(self._loop, name, self._break_down, thread=environment.thread, engine=environment.engine)
-        self._admission = self.driver.admission
 
     def __repr__(self) -> str:
         return arguments.brief(self, self._text)
@@ -125,8 +124,9 @@ class Endpoint(ABC, Generic[H, S]):
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
-        with self._admission.enter("confirm_terminated"):
-            self.driver.post(partial(self._loop.confirm_terminated, self._loop.sessions.find(named)))
+        self.driver.check("confirm_terminated")
+        found = self._loop.sessions.find(named)
+        self.driver.post(partial(self._loop.confirm_terminated, found), "confirm_terminated")
 
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.close`."""

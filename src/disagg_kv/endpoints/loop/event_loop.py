@@ -154,7 +154,9 @@ class EventLoop(Peering):
         if not self._receive_buffer.fetch():
             return False
         self.now = self.clock()
-        self._receive_buffer.take(budget or self.budget(), self._on_channel)
+        left, budget = self._receive_buffer.left, budget or self.budget()
+        while left and budget.take():
+            self._on_channel(left.popleft())
         return True
 
     def _hear_last(self) -> None:
@@ -414,10 +416,12 @@ class EventLoop(Peering):
 
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
         """Act on the effects of the agreement; frames first, since other ranks wait for them."""
-        sends = [effect for effect in effects if not isinstance(effect, Outcome)]
-        for send in sends:
-            self.send(send)
-        if sends and self._prompt:
+        sent = False
+        for effect in effects:
+            if not isinstance(effect, Outcome):
+                self.send(effect)
+                sent = True
+        if sent and self._prompt:
             self.flush()
         for effect in effects:
             if isinstance(effect, Outcome):

@@ -164,7 +164,7 @@ class PrefillRooms:
             fired.set()
             return
         room.withdrawn.append(fired)
-        self.transfers.staged.prepared.forget(room)
+        self.transfers.forget_prepared(room)
         self._apply(room, room.machine.withdraw(self._loop.now))
 
     # What the machines ask for, and what came of it.
@@ -197,7 +197,8 @@ class PrefillRooms:
                 case Transfer():
                     self._mover.add(room, effect)
                 case Granted(transfer):
-                    self.transfers.staged.prepared.add(room, transfer)
+                    if (prepared := self.transfers.staged.prepared) is not None:
+                        prepared.add(room, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
@@ -209,20 +210,31 @@ class PrefillRooms:
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
-            self.transfers.staged.prepared.forget(room)
+            self.transfers.forget_prepared(room)
             self._loop.sessions.hold(room.key, self.transfers.posts.owed(room), room.routes)
-        phase, handle, released = machine.phase, room.handle, machine.released
-        room.account(self._loop.now, released=released)
-        if not handle.shows(phase, released):
-            error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
-            handle.publish(phase, released, error, self._loop.clock())
+        now, handle, report = self._loop.now, room.handle, room.handle.report
+        state = machine.phase, machine.released
+        released = state[1]
+        landed = 0
+        for flow in machine.flows.values():
+            landed += flow.outbound.segments_landed
+        report.segments = landed
+        if room.withdrawn and machine.reads == 0:
+            for fired in room.withdrawn:
+                fired.set()
+            room.withdrawn.clear()
+        if released and "total" not in report.seconds:
+            report.spend("total", now - room.opened)
+        if state != handle.state:
+            error = machine.error and self._loop.pauses.explain(machine.error, room.opened, now)
+            handle.publish(state, error, self._loop.clock())
             self._changes.add(handle)
         if self._rooms.get(room.key) is not room:
             return
         if released and machine.closed:
             self._close(room)
         else:
-            self._timers.by(room.key, self._loop.now + room.soon_s)
+            self._timers.by(room.key, now + room.soon_s)
 
     def _close(self, room: PrefillRoom) -> None:
         loop, name, machine = self._loop, room.key.room, room.machine

@@ -11,9 +11,10 @@ from ...core.room.flow import room_head
 from ...core.room.machine import ours
 from ...core.verdict.elected import USED_TWICE
 from ...core.wire.frames import Abort, Expect, Expected
-from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
+from ...errors import AbortedError, DisaggKVError, PeerLostError, QuarantineFullError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
+from ...strategies import exposes_pages
 from ...transports import Settled, WriteEnded
 from ..arrivals import Absent
 from ..handle import ChangeQueue
@@ -151,10 +152,11 @@ class PrefillSide(PrefillRooms):
                 remote,
                 frame,
                 tuple(room.routes.values()),
-                self.transfers.staged.slots_of(self._failed, epoch),
-                self.transfers.staged.slots.quota,
                 partial(room.grouped, loop),
             )
+            stuck = self.transfers.staged.slots_of(self._failed, epoch)
+            if stuck >= self.transfers.staged.slots.quota and not exposes_pages(route.path):
+                raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         except Exception as exc:
             # A path may be a user's code: its errors fail this room alone.
             where = f"{room_name(name)}: no way to send it to {loop.sessions.name(epoch)}"
@@ -214,11 +216,13 @@ class PrefillSide(PrefillRooms):
 
     def work(self) -> bool:
         """Gather and post; True while something is in flight or left for the next step."""
-        waiting = self._passes.look()
+        passes = self._passes.events
+        waiting = bool(passes.lines) and passes.look()
         self.quarantined_slots = self.transfers.staged.slots_of(self._failed) if self._failed else 0
         transfers, prepared = self.transfers, self.transfers.staged.prepared
         waits = transfers.waits
-        if not (waits or transfers.pending or prepared.gathers.waiting):
+        preparing = prepared is not None and bool(prepared.gathers.waiting)
+        if not (waits or preparing or transfers.pending):
             return waiting
         if not self._loop.may_copy(transfers.queues):
             return True
@@ -234,7 +238,7 @@ class PrefillSide(PrefillRooms):
             if not begun:
                 break
         moving = transfers.waits or budget.spent
-        if prepared.gathers.waiting:
+        if prepared is not None and prepared.gathers.waiting:
             self._loop.flush()
             moving |= prepared.work()
         return moving or waiting
@@ -287,7 +291,8 @@ class PrefillSide(PrefillRooms):
         self.transfers.check_integrity()
         self._arrivals.check_integrity()
         hopeful = {room for room in self._rooms.values() if room.machine.error is None}
-        self.transfers.staged.prepared.check_integrity(hopeful)
+        if self.transfers.staged.prepared is not None:
+            self.transfers.staged.prepared.check_integrity(hopeful)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
         assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from ...core import FlowPlan, Transfer, Verify, verified
 from ...core.wire.frames import Expect, WirePace, wire_pace
 from ...core.wire.page_runs import tables_from_wire
-from ...errors import ConfigurationError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
+from ...errors import ConfigurationError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ...geometry import shards_as
 from ...ids import Epoch, Rank, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
@@ -90,7 +90,7 @@ class Route:
 
     def verifies(self, room: RoomId, segment: Segment) -> bool:
         """Whether decode compares a segment with checksums of ours."""
-        return verified(room, segment, *self.verify)
+        return self.verify != ("off", "off") and verified(room, segment, *self.verify)
 
     def plan(self, kind: type[P], wanted: str, transfer: Transfer, tables: Tables) -> P:
         """What the path plans for a transfer: never more than the part, nor outside our pages.
@@ -102,7 +102,7 @@ class Route:
         check_pages(site, self.view.layout(segment), tables)
         plan = self.path.send(Job(self.pair, segment, tables, self.tables))
         staged = plan.source if isinstance(plan, PageCopy) else plan
-        fits = site.converts is None if isinstance(staged, Writes) else staged.nbytes == transfer.nbytes
+        fits = isinstance(staged, Writes) or staged.nbytes == transfer.nbytes
         if not isinstance(plan, kind) or not fits:
             planned = f"plans {type(plan).__name__}s for {segment}, which takes {wanted}"
             raise LocalProtocolError(f"path {self.path.name!r} {planned}")
@@ -148,7 +148,7 @@ class Router:
         self._schedule = schedule
         self._pace = pace
         self._paths = {path.name: path for path in paths}
-        self._plans: dict[Epoch, InstancePlans] = {}
+        self._plans: dict[Epoch, tuple[InstancePlans, MemoryPool]] = {}
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
@@ -160,8 +160,6 @@ class Router:
         remote: RemoteEndpoint,
         frame: Expect,
         others: Sequence[Route],
-        stuck: int,
-        quota: int,
         on_groups: OnGroups,
     ) -> tuple[Route, FlowPlan]:
         """Decide how the bytes cross.
@@ -171,24 +169,21 @@ class Router:
             remote: who awaits it.
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
-            stuck: staging slots that wait for evidence of this destination.
-            quota: staging slots that one destination may pin.
             on_groups: called with each decision how layers are grouped.
 
         Raises:
             ConfigurationError: no path can.
-            QuarantineFullError: too many staging slots wait for evidence of this destination.
             RemoteProtocolError: it awaits what cannot be.
         """
         me, hello = self._me, remote.hello
         starts = {Rank(route.remote.hello.rank): route.start for route in others if route.remote.site.token_groups}
         check_start(room_name(room), frame, remote.site, self._selection, Rank(hello.rank), starts)
-        plans = self._plans.get(remote.epoch)
-        if plans is None:
+        known = self._plans.get(remote.epoch)
+        if known is None:
             held = shards_as(tuple(me.shards), me.site.spec, remote.spec)
-            plans = self._plans[remote.epoch] = InstancePlans.of(held, remote.site)
+            known = self._plans[remote.epoch] = InstancePlans.of(held, remote.site), self._pools.of(remote.spec)
+        plans, pool = known
         rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
-        pool = self._pools.of(remote.spec)
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
@@ -197,13 +192,11 @@ class Router:
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:
             limits = cutting(intake, me.rank, Limits(me.slot_bytes, hello.lease_bytes, limits.page_rows), path)
-        if not exposes_pages(path) and stuck >= quota:
-            raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         mapped = mapping.pool if path.mover == "mapped" else None
-        known = pair, pair.source_view, intake, tables
         flags, verify = mapping.flags if exposes_pages(path) else None, (self._verify, frame.verify)
-        route = Route(remote, path, lane, pool, *known, frame.start, verify, mapped, flags)
+        view = pair.source_view
+        route = Route(remote, path, lane, pool, pair, view, intake, tables, frame.start, verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
         plan = FlowPlan(

@@ -67,7 +67,7 @@ class StagingSlots:
         return iter(self._slots)
 
     @property
-    def held(self) -> int:
+    def in_use(self) -> int:
         """Slots that may not be reused yet."""
         return sum(not slot.reusable for slot in self._slots)
 
