@@ -67,7 +67,7 @@ def test_every_change_is_told_and_none_twice(rooms: int, order: list[int], pause
             continue
         at[number % rooms] += 1
         phase, released = LIFE[at[number % rooms]]
-        steps += [partial(handle.publish, phase, released, None, 1.0), partial(changes.add, handle)]
+        steps += [partial(handle.publish, (phase, released), None, 1.0), partial(changes.add, handle)]
     while steps:
         steps.pop(0)()
         taken = changes.take()

@@ -20,6 +20,10 @@ from .status import Report
 H = TypeVar("H", bound="RoomHandle")
 
 
+ENDED = Phase.DONE, Phase.FAILED
+"""The phases after which a room may be released."""
+
+
 def room_state(room: RoomId, phase: Phase, released: bool) -> str:
     """A room at one moment, for a ``repr``."""
     return f"{room_name(room)}: {phase.name}{', released' if released else ''}"
@@ -62,7 +66,7 @@ class RoomHandle:
         """Endpoint's thread, as it ends: a room that has not ended fails now, and is never released; False: it has."""
         phase, released = self.state
         self.show_live()  # ``poll`` returns nothing any more
-        if phase in (Phase.DONE, Phase.FAILED):
+        if phase in ENDED:
             return False
         self.error = error.about(room=self.room)
         self.state = (Phase.FAILED, released)
@@ -82,7 +86,7 @@ class RoomHandle:
 
     def publish(self, state: tuple[Phase, bool], error: DisaggKVError | None, at: float) -> None:
         """Endpoint's thread: take over the machine's state."""
-        if state[0] in (Phase.DONE, Phase.FAILED) and self.report.ended is None:
+        if state[0] in ENDED and self.report.ended is None:
             self.report.ended = at
         # The error is there before the state that makes the engine look at it.
         self.error = self.error or error
@@ -274,6 +278,8 @@ def check_states(room: RoomId, site: Site, slots: Sequence[PageTable]) -> Mappin
     Raises:
         GeometryError: a group twice, missing or not of states, or not one slot of it; names the room.
     """
+    if type(slots) is tuple and not slots and not site.state_groups:
+        return {}
     given = page_tables(room, "state", slots)
     tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
     where = room_name(room)

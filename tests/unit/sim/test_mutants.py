@@ -79,13 +79,13 @@ def test_a_function_is_replaced_wherever_it_is_imported() -> None:
 
 def test_a_bug_that_is_none_survives() -> None:
     """A change that changes nothing is not found."""
-    harmless = Mutant("nothing", "core.repeater:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key, 0)")
+    harmless = Mutant("nothing", "core.timers:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key, 0)")
     assert hunt(harmless, range(2)) is None
 
 
 def test_a_hunt_says_what_it_cost() -> None:
     """Seeds up to the one that found the bug, or all of them; CPU time of the process that ran them."""
-    survives = Mutant("nothing", "core.repeater:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key)")
+    survives = Mutant("nothing", "core.timers:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key)")
     found, nothing = timed(QUICK[0], range(40)), timed(survives, ())
     assert found.kill is not None
     assert found.seeds == found.kill.seed + 1

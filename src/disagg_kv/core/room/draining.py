@@ -22,7 +22,7 @@ from ...errors import About, DisaggKVError
 from ...ids import Epoch, Generation, Rank, RoomId, room_name
 from ...planning import Segment
 from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Met, Options, Quarantine, Scattered, Send, Tick
-from ..repeater import Repeater
+from ..timers import Repeater
 from ..wire.frames import Abort, AbortAck, ChunkReady, Done, Drained, DrainedAck, Head, RoomFrame, StagingRequest, words
 from .inbound import InboundSegment, InboundSegments, Writer
 from .machine import Machine

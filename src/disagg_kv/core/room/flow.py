@@ -28,7 +28,7 @@ from ..base import (
     WriteFailed,
     Wrote,
 )
-from ..repeater import Repeater
+from ..timers import Repeater
 from ..wire.frames import (
     Abort,
     AbortAck,

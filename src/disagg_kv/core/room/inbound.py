@@ -228,7 +228,9 @@ class InboundSegments(dict[Segment, InboundSegment]):
         return part
 
     def _new(self, segment: Segment, epoch: Epoch, intake: Intake, rows: range) -> InboundSegment:
-        check_place(segment, intake, rows)
+        if not segment.state and (segment.start < rows.start or segment.stop > rows.stop):
+            raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {rows.start}-{rows.stop}")
+        intake.validate(segment)
         if self._claimed[segment.state].overlaps(*corners(segment)):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = intake.lease(segment)
@@ -265,10 +267,3 @@ class InboundSegments(dict[Segment, InboundSegment]):
         for rank, count in (open_by_rank or {}).items():
             asked = [p for p in self.values() if rank in p.asks and rank not in p.arrived]
             assert count == len(asked), (rank, count, asked)
-
-
-def check_place(segment: Segment, intake: Intake, rows: range) -> None:
-    """Raise a DisaggKVError as :meth:`InboundSegments.find` does, unless these rows and layers may come."""
-    if not segment.state and (segment.start < rows.start or segment.stop > rows.stop):
-        raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {rows.start}-{rows.stop}")
-    intake.validate(segment)

@@ -34,7 +34,7 @@ class _Call:
     layers: set[LayerId] = field(factory=set)
 
     def final(self, segment: Segment, tokenless: Collection[LayerId]) -> bool:
-        return self.whole or all(layer in self.layers or layer in tokenless for layer in segment.layers)
+        return all(layer in self.layers or layer in tokenless for layer in segment.layers)
 
 
 @define(eq=False)
@@ -178,7 +178,7 @@ class Rows:
         if chunk.tables is None:
             return Readiness.WITHDRAWN
         for call in chunk.calls:
-            if not call.final(segment, self._tokenless):
+            if not (call.whole or call.final(segment, self._tokenless)):
                 return Readiness.AHEAD
         return Readiness.READY
 

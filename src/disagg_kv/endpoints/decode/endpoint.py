@@ -30,7 +30,8 @@ from ..staging_memory import exposable, made_by, new_staging, ready_kernels
 from ..status import Usage
 from .handle import ReceptionHandle
 from .inspection import DecodeInspection
-from .rooms import ALL_QUARANTINE, DecodeSide
+from .path_choice import ALL_QUARANTINE
+from .rooms import DecodeSide
 from .scatter import SCATTER_BYTES_PER_S, RateLimiter
 
 

@@ -16,8 +16,7 @@ from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId
 from ...memory import Event, MemoryPool
 from ...strategies import Selection
-from ..cached_prefix import after, first_row
-from ..expectation import Expectation
+from ..expectation import Expectation, after, first_row
 from ..handle import RoomHandle, check_states, check_tables
 from ..loop.driver import Driver
 

@@ -15,22 +15,27 @@ from collections.abc import Iterator, Sequence
 
 from attrs import frozen
 
-from ...core import Awaited, Cancel, Verify
+from ...core import Awaited, Cancel, RoomKey, Verify
 from ...core.room.machine import ours
 from ...core.wire.frames import WireTable
 from ...core.wire.page_runs import excess, tables_to_wire
-from ...errors import ConfigurationError, DisaggKVError, OversizeError
+from ...errors import ConfigurationError, DisaggKVError, OversizeError, QuarantineFullError
 from ...geometry import read_as
 from ...ids import Epoch, Rank
 from ...memory import MemoryPool
-from ...planning import InstancePlans, Intake, Limits, PairPlan, RowRange
+from ...planning import InstancePlans, Intake, Limits, PairPlan, RowRange, Segment
 from ...planning.cache import PlanCache
+from ...staging import GrantQueue
 from ...strategies import TransferPlanner, exposes_pages, in_auto_order, refusal
 from ..loop.event_loop import EventLoop
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from .room import DecodeRoom
 
 log = logging.getLogger("disagg_kv")
+
+PEER_QUARANTINE = 0.25
+ALL_QUARANTINE = 0.5
+"""Parts of the ring that may wait for evidence before new rooms are refused: for one peer, and in all."""
 
 UNSAID = "decode does not know yet whether its pool is mapped there"
 
@@ -141,6 +146,18 @@ class PathChooser:
         except DisaggKVError as exc:
             why = str(exc)
         return None if why is None else f"prefill rank {rank}: {why}"
+
+
+def quarantine_full(
+    queue: GrantQueue[Epoch, tuple[RoomKey, Segment]], ring_bytes: int, remotes: Sequence[RemoteEndpoint]
+) -> QuarantineFullError | None:
+    """Why these prefill ranks may not be asked: too much waits for evidence about one of them; None: they may."""
+    for remote in remotes:
+        stuck = queue.quarantined_bytes(remote.epoch)
+        if stuck > PEER_QUARANTINE * ring_bytes:
+            full = f"{remote.name}: {stuck} of {ring_bytes} ring bytes wait for evidence"
+            return QuarantineFullError(full, **remote.hello.who)
+    return None
 
 
 class PendingExpectations:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from math import inf
@@ -35,17 +34,18 @@ from ...core import (
 )
 from ...core.timers import Timers
 from ...core.wire.frames import Done, Expected
-from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
+from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
 from ...planning import InstancePlans, Segment
+from ...planning.cache import PlanCache
 from ...rendezvous import Source
 from ...staging import GrantQueue, Lease
 from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..arrivals import Arrivals
-from ..handle import ChangeQueue
+from ..handle import ENDED, ChangeQueue
 from ..loop.buffers import Receipts
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
@@ -56,15 +56,9 @@ from .discovery import Discovery, Found, Unreachable
 from .flags import RoomFlags
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
-from .path_choice import PathChooser, PendingExpectations
+from .path_choice import PathChooser, PendingExpectations, quarantine_full
 from .room import DecodeRoom
 from .scatter import RateLimiter, ScatterQueue
-
-log = logging.getLogger("disagg_kv")
-
-PEER_QUARANTINE = 0.25
-ALL_QUARANTINE = 0.5
-"""Parts of the ring that may wait for evidence before new rooms are refused: for one peer, and in all."""
 
 TICK_S = 0.02
 """Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
@@ -72,6 +66,9 @@ TICK_S = 0.02
 
 class DecodeSide:
     """Everything here runs on the thread that advances."""
+
+    patience_s = 0.0
+    """See :class:`~disagg_kv.endpoints.loop.side.Side`: decode's forward passes are not announced."""
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class DecodeSide:
         self._expectations = PendingExpectations(loop, pool, self._chooser, verify)
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
-        self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
+        self._plans: PlanCache[tuple[Epoch, ...], InstancePlans] = PlanCache()
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
@@ -141,9 +138,12 @@ class DecodeSide:
         room = self._rooms.get(key)
         if room is not None:
             room.wanted, room.ready = wanted, wanted.ready
-            if room.plans is not None:
-                self._expectations.add(room)
-                self._ask()
+            self._await(room)
+
+    def _await(self, room: DecodeRoom) -> None:
+        if room.wanted is not None and room.plans is not None:
+            self._expectations.add(room)
+            self._ask()
 
     def _ask(self) -> None:
         """Ask prefill for rows once a room's pages may be written."""
@@ -172,38 +172,27 @@ class DecodeSide:
             if (error := room.machine.error) is not None:
                 self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
                 continue
-            try:
-                self._check_quarantine(outcome.remotes)
-            except QuarantineFullError as exc:
-                self._handle(room, Cancel(exc))
-                continue
-            self._introduce(room, outcome.remotes)
-
-    def _check_quarantine(self, remotes: Sequence[RemoteEndpoint]) -> None:
-        """Raise a :class:`QuarantineFullError` if too much waits for evidence about one of these prefill ranks."""
-        for remote in remotes:
-            held, ring = self._queue.quarantined_bytes(remote.epoch), self._ring.nbytes
-            if held > PEER_QUARANTINE * ring:
-                full = f"{remote.name}: {held} of {ring} ring bytes wait for evidence"
-                raise QuarantineFullError(full, **remote.hello.who)
+            if (full := quarantine_full(self._queue, self._ring.nbytes, outcome.remotes)) is not None:
+                self._handle(room, Cancel(full))
+            else:
+                self._introduce(room, outcome.remotes)
 
     def _introduce(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> None:
         """Begin a room with its prefill ranks."""
         room.remotes = remotes
         writers = tuple(r.epoch for r in remotes)
-        if writers not in self._plans:
-            self._plans[writers] = InstancePlans.of(remotes[0].shards_as(self._pool.site.spec), self._pool.site)
-        room.plans = self._plans[writers]
+        if (plans := self._plans.get(writers)) is None:
+            site = self._pool.site
+            plans = self._plans.keep(writers, InstancePlans.of(remotes[0].shards_as(site.spec), site))
+        room.plans = plans
         sessions = [self._loop.sessions.get(epoch) for epoch in writers]
         pace = next((one.pace for one in sessions if one is not None and one.pace is not None), None)
         for epoch in writers:
             self._used.use(epoch, room.key, self._loop.now)
-        intake = room.plans.intake(room.plans.rotation(room.key.room))
+        intake = plans.intake(plans.rotation(room.key.room))
         flags = () if self.flags is None else self.flags.issue(room)
         self._handle(room, Introduced(writers, intake, pace, flags))
-        if room.wanted is not None:
-            self._expectations.add(room)
-            self._ask()
+        self._await(room)
 
     def _inform(self, *sources: Source) -> None:
         """Prefill ranks that are there, or cannot work with us, learn which rooms failed before they were known."""
@@ -237,19 +226,15 @@ class DecodeSide:
             self._take_flags(self.flags)
         for room in self._with(lost.peer):
             self._handle(room, lost)
-        self._forget(lost.peer)
+        self._queue.forget(lost.peer)
+        self._chooser.forget(lost.peer)
 
     def forget(self, epoch: Epoch) -> None:
         """Nothing is kept of a rank that is not there."""
-        self._forget(epoch)
-        if self.flags is not None:
-            self.flags.page.forget(epoch)
-
-    def _forget(self, epoch: Epoch) -> None:
         self._queue.forget(epoch)
         self._chooser.forget(epoch)
-        for writers in [w for w in self._plans if epoch in w]:
-            del self._plans[writers]
+        if self.flags is not None:
+            self.flags.page.forget(epoch)
 
     def on_gone(self, epoch: Epoch) -> None:
         """Evidence: it writes nothing more."""
@@ -439,11 +424,12 @@ class DecodeSide:
             unsettled, peers = room.unsettled(self._page_bytes), [remote.epoch for remote in room.remotes]
             self._loop.sessions.hold(room.key, unsettled, peers)
         now, report, inbound = self._loop.now, handle.report, machine.inbound
-        state = machine.phase, machine.released
+        phase = machine.phase
+        released = phase in ENDED and machine.released
         report.segments, report.nbytes, report.transport = inbound.segments_placed, inbound.bytes_placed, machine.lane
-        if state[1] and "total" not in report.seconds:
+        if released and "total" not in report.seconds:
             report.spend("total", now - room.opened)
-        if state != handle.state:
+        if (state := (phase, released)) != handle.state:
             error = machine.error and self._loop.pauses.explain(machine.error, room.opened, now)
             handle.publish(state, error, self._loop.clock())
             self._changes.add(handle)
@@ -483,11 +469,6 @@ class DecodeSide:
                 else:
                     self._queue.suspend(epoch)
             self._grant()
-
-    @property
-    def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.loop.side.Side`: decode's forward passes are not announced."""
-        return 0.0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""

@@ -211,6 +211,8 @@ class Driver:
             EndpointBrokenError: the endpoint has failed. What was posted before fails with it.
             LocalProtocolError: as :meth:`check`, or this is a forked child of the process that has the endpoint.
         """
+        if not what:
+            self.loop.home.check()
         self.loop.post(command)
         self.drive(PATIENCE_S)
         if what and (self.closed or self.loop.failures.broken is not None):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
@@ -95,9 +95,7 @@ class EventLoop(Peering):
 
         Raises:
             EndpointBrokenError: the endpoint has failed. What was posted before fails with it.
-            LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
-        self.home.check()
         self.commands.append(command)
         if self.failures.broken is not None:
             raise self.failures.broken
@@ -154,7 +152,7 @@ class EventLoop(Peering):
         if not self._receive_buffer.fetch():
             return False
         self.now = self.clock()
-        left, budget = self._receive_buffer.left, budget or self.budget()
+        left, budget = self._receive_buffer.left, budget or Budget(self.clock, self.now + self.budget_s, self.most)
         while left and budget.take():
             self._on_channel(left.popleft())
         return True
@@ -427,7 +425,7 @@ class EventLoop(Peering):
             if isinstance(effect, Outcome):
                 self.side.on_decided(effect.key, effect.decided)
 
-    def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
+    def remember(self, epochs: Iterable[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
         """A room has ended."""
         for epoch in epochs:
             self.tombstones.remember(epoch, key.generation, ended)

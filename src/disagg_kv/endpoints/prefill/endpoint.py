@@ -129,9 +129,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
             def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
                 throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
-                mapping = loop.mapping
-                pace, pages, lane = throughput.pace, loop.options.request_pages, loop.lane
-                router = Router(me, pools, chosen.selection, self._schedule, usable, pace, mapping, pages, lane, verify)
+                pages = loop.options.request_pages
+                router = Router(me, pools, chosen.selection, self._schedule, usable, throughput.pace, pages, verify)
                 posts = Posts(loop, StagingSlots(staging.nbytes, slot_bytes), throughput)
                 self._transfers = transfers = TransferQueue(loop, ready, staging, staged, posts)
                 mover = VerifiedMover(transfers, posts, ready, loop.clock)

@@ -25,7 +25,7 @@ from ...geometry import PageTable
 from ...ids import GroupId, LayerId
 from ...memory import Event, Mark, MemoryPool
 from ...planning import Batch
-from ..cached_prefix import after
+from ..expectation import after
 from ..handle import HostEvent, RoomHandle, check_states, check_tables, joined
 from ..loop.construction import check_aux
 from ..loop.driver import Driver

@@ -14,7 +14,7 @@ from ...errors import LocalProtocolError
 from ...ids import Epoch, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
 from ..arrivals import Arrivals
-from ..handle import ChangeQueue, HostEvent
+from ..handle import ENDED, ChangeQueue, HostEvent
 from ..loop.event_loop import EventLoop
 from ..peers.session import UsedPeers
 from ..spans import room_span
@@ -213,8 +213,8 @@ class PrefillRooms:
             self.transfers.forget_prepared(room)
             self._loop.sessions.hold(room.key, self.transfers.posts.owed(room), room.routes)
         now, handle, report = self._loop.now, room.handle, room.handle.report
-        state = machine.phase, machine.released
-        released = state[1]
+        phase = machine.phase
+        released = phase in ENDED and machine.released
         landed = 0
         for flow in machine.flows.values():
             landed += flow.outbound.segments_landed
@@ -225,7 +225,7 @@ class PrefillRooms:
             room.withdrawn.clear()
         if released and "total" not in report.seconds:
             report.spend("total", now - room.opened)
-        if state != handle.state:
+        if (state := (phase, released)) != handle.state:
             error = machine.error and self._loop.pauses.explain(machine.error, room.opened, now)
             handle.publish(state, error, self._loop.clock())
             self._changes.add(handle)

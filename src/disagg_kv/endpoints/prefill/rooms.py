@@ -143,15 +143,17 @@ class PrefillSide(PrefillRooms):
             return
         generation = self._join(room, frame)
         head = room_head(loop.me.epoch, epoch, name, generation)
-        mapping = loop.mapping(epoch)
+        mapping, lane = loop.mapping(epoch), loop.lane(epoch)
         said = None if mapping.pool is None and not mapping.refused else mapping.refused
-        loop.send(Send(epoch, Expected(**head, parked=False, lane=loop.lane(epoch).name, unmapped=said)))
+        loop.send(Send(epoch, Expected(**head, parked=False, lane=lane.name, unmapped=said)))
         try:
             route, plan = self._router.find(
                 name,
                 remote,
                 frame,
                 tuple(room.routes.values()),
+                mapping,
+                lane,
                 partial(room.grouped, loop),
             )
             stuck = self.transfers.staged.slots_of(self._failed, epoch)

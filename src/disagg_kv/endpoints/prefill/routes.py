@@ -44,7 +44,7 @@ from ...strategies import (
     refusal,
 )
 from ...transports import Flags, Lane
-from ..cached_prefix import check_start
+from ..expectation import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
 from .read_pools import ReadPools
@@ -119,9 +119,7 @@ class Router:
         paths: those that are known here.
         schedule: when rows cross.
         pace: how fast this rank is over a lane; None: nothing was measured yet.
-        mapping: the pool of a decode rank, as it is mapped here.
         request_pages: see :class:`~disagg_kv.core.Options`.
-        lane: what carries writes to a decode rank.
         verify: how many segments this side wants compared.
     """
 
@@ -133,14 +131,10 @@ class Router:
         schedule: Schedule,
         paths: Iterable[TransferPlanner],
         pace: Callable[[str], Pace | None],
-        mapping: Callable[[Epoch], Mapping],
         request_pages: int,
-        lane: Callable[[Epoch], Lane],
         verify: Verify,
     ) -> None:
         self._verify: Verify = verify
-        self._lane = lane
-        self._mapping = mapping
         self._request_pages = request_pages
         self._me = me
         self._pools = pools
@@ -160,6 +154,8 @@ class Router:
         remote: RemoteEndpoint,
         frame: Expect,
         others: Sequence[Route],
+        mapping: Mapping,
+        lane: Lane,
         on_groups: OnGroups,
     ) -> tuple[Route, FlowPlan]:
         """Decide how the bytes cross.
@@ -169,6 +165,8 @@ class Router:
             remote: who awaits it.
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
+            mapping: its pool, as it is mapped here.
+            lane: what carries writes to it.
             on_groups: called with each decision how layers are grouped.
 
         Raises:
@@ -187,7 +185,6 @@ class Router:
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
-        mapping, lane = self._mapping(remote.epoch), self._lane(remote.epoch)
         path = self._path(frame, remote, pair, mapping)
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container
 
-from attrs import define, field, frozen
+from attrs import frozen
 
 from ....core import Transfer
 from ....ids import Epoch
 from ....kernels import Move, PreparedGather, SupportsPreparing
 from ....memory import Buffer
 from ....planning import Segment, StagedLayout
-from ....staging import ALIGNMENT
 from ....strategies import Tables
 from ...loop.event_loop import EventLoop
 from ...prepared import PreparedLaunches
 from ..room import PrefillRoom
 from ..routes import Route
 from .pending import take_out
+from .posts import SlotLayout
 
 
 @frozen(eq=False)
@@ -32,25 +32,6 @@ class Planned:
     plan: StagedLayout
     tables: Tables
     seconds: float
-
-
-@define
-class SlotLayout:
-    """Where in a slot each transfer of one gather goes; those that carry the same bytes go to the same place."""
-
-    of: dict[Hashable, int] = field(factory=dict)
-    used: int = 0
-
-    def room_for(self, share: Hashable, nbytes: int, slot_bytes: int) -> bool:
-        """Whether a part fits a slot of ``slot_bytes``; the first always does."""
-        return share in self.of or not self.of or self.used + nbytes <= slot_bytes
-
-    def add(self, share: Hashable, nbytes: int) -> int:
-        """The byte of the slot at which it begins."""
-        if share not in self.of:
-            self.of[share] = self.used
-            self.used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return self.of[share]
 
 
 _At = tuple[PrefillRoom, Segment]

@@ -27,8 +27,8 @@ from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
 from .pending import SlotLines
-from .posts import Post, Posts, Slot
-from .prepared import Planned, PreparedGathers, SlotLayout
+from .posts import Post, Posts, Slot, SlotLayout
+from .prepared import Planned, PreparedGathers
 
 
 @define(eq=False)
@@ -161,9 +161,10 @@ class StagedMover:
             members.append((post.transfer, place))
         started = self._clock()
         try:
-            prepared = self.prepared and self.prepared.gathers.take((room, first.transfer.segment), members)
-            if prepared is not None:
-                event = prepared.launch(slot.offset, first.after)
+            ahead = self.prepared
+            launch = None if ahead is None else ahead.gathers.take((room, first.transfer.segment), members)
+            if launch is not None:
+                event = launch.launch(slot.offset, first.after)
             else:
                 event = self._kernels.gather(first.route.pool, list(moves.values()), self._staging, first.after)
         except Exception as exc:
