@@ -11,8 +11,8 @@ from disagg_kv.core import Elected, Phase
 from disagg_kv.core.peers.refusals import AGAIN_S
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
-from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.decode.room import DecodeRoom
+from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.endpoints.loop.event_loop import SOON_S
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import (
@@ -273,7 +273,7 @@ class Checks:
     def released(self, node: SimNode) -> None:
         """Coverage: by which evidence leases came back since the last look, and pages that a peer could write to."""
         view = node.view
-        if not isinstance(view, DecodeInspection):
+        if not isinstance(view, DecodeSide):
             return
         granted = view.queue.leases
         if not granted and not node.leased:
@@ -384,8 +384,8 @@ class Checks:
         check_holders(self._world, node)
         view = node.view
         launches = (
-            view.scatters.prepared
-            if isinstance(view, DecodeInspection)
+            view.scatters.prepared.ready
+            if isinstance(view, DecodeSide)
             else view.transfers.staged.prepared.gathers.ready
         )
         if len(node.prepared) != len(launches):
@@ -462,13 +462,13 @@ class Checks:
                 "votes": not undelivered and verdict.next_at() is not None,
                 "commands": len(view.loop.commands),
             }
-            if isinstance(view, DecodeInspection):
+            if isinstance(view, DecodeSide):
                 left |= {
                     "leases": node.ring.live_bytes,
                     "quarantine": view.queue.quarantined_bytes(),
                     "waiting": view.queue.waiting,
-                    "scatters": len(view.scatters.running) + len(view.scatters.waiting),
-                    "prepared": len(node.prepared) + len(view.scatters.unprepared),
+                    "scatters": len(view.scatters.running) + len(view.scatters.waiting) + len(view.scatters.barred),
+                    "prepared": len(node.prepared) + len(view.scatters.prepared.waiting),
                 }
             else:
                 transfers = view.transfers
@@ -518,7 +518,7 @@ def _out_of_time(error: DisaggKVError | None) -> bool:
 def _room_of(entry: Entry) -> DecodeRoom | None:
     """What a decode rank knows of a room; None: it has forgotten it, or is no decode rank."""
     view = entry.node.view
-    if not isinstance(view, DecodeInspection):
+    if not isinstance(view, DecodeSide):
         return None
     return next((room for room in view.rooms.values() if room.handle is entry.handle), None)
 

@@ -37,11 +37,11 @@ def _copy(table: PageTable) -> PageTable:
 
 
 def _pages(given: Sequence[PageTable]) -> tuple[PageTable, ...]:
-    return tuple(_copy(one) for one in arguments.several(given, "pages", PageTable, GeometryError))
+    return tuple(map(_copy, arguments.several(given, "pages", PageTable, GeometryError)))
 
 
 def _state(given: Sequence[PageTable]) -> tuple[PageTable, ...]:
-    return tuple(_copy(one) for one in arguments.several(given, "state", PageTable, GeometryError))
+    return tuple(map(_copy, arguments.several(given, "state", PageTable, GeometryError)))
 
 
 def _held(given: Mapping[GroupId, int] | Mapping[str, int] | None) -> Mapping[GroupId, int]:
@@ -89,7 +89,7 @@ class Expectation:
 
 def page_multiple(site: Site) -> int:
     """A held prefix ends at a multiple of this many rows: at a page's end in every group."""
-    return math.lcm(*(group.rows_per_page for group in site.token_groups))
+    return math.lcm(*[group.rows_per_page for group in site.token_groups])
 
 
 def rows_by_group(where: str, held: Mapping[GroupId, int] | Mapping[str, int] | None) -> dict[GroupId, int]:

@@ -114,7 +114,7 @@ def test_pages_are_exposed_only_where_they_are_mapped() -> None:
     for name in ("first", "second"):
         request = rig.request(name, prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
         rig.wait(0.3)
-        (room,) = decodes[0].endpoint._side._rooms.values()
+        (room,) = decodes[0].endpoint._side.rooms.values()
         assert not room.machine._exposed
         request.send(ROWS).finish().landed()
     assert "mapped cannot: prefill rank 0: it is on another host" in request.receives[0].report.reason
@@ -228,6 +228,6 @@ def test_what_a_lost_rank_has_said_is_forgotten() -> None:
     taken(rig, prefills, decodes, "first")
     chooser, epoch = decodes[0].endpoint._side._chooser, prefills[0].endpoint._loop.me.epoch
     assert chooser._unmapped == {epoch: ""}
-    decodes[0].endpoint._side._forget(epoch)
+    decodes[0].endpoint._side.forget(epoch)
     assert not chooser._unmapped
     assert not chooser._chosen

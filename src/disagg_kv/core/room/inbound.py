@@ -18,7 +18,7 @@ from ...planning import Intake, RowRange, Segment
 from ...staging import Lease
 from ..base import Awaited
 from ..wire.frames import Done, Head
-from .machine import corners, overlap
+from .machine import overlap
 
 
 @define
@@ -200,7 +200,7 @@ class InboundSegments(dict[Segment, InboundSegment]):
 
     def has_placed(self, segment: Segment) -> bool:
         """Whether all of its rows are in our pages."""
-        return self._placed[segment.state].contains(*corners(segment))
+        return self._placed[segment.state].contains(*segment[:4])
 
     def find(self, segment: Segment, rank: Rank, epoch: Epoch, intake: Intake, rows: range) -> InboundSegment:
         """The segment, added if it is new.
@@ -223,7 +223,7 @@ class InboundSegments(dict[Segment, InboundSegment]):
         if rank not in part.writers:
             raise RemoteProtocolError(f"prefill rank {rank} was not elected for any of {segment}")
         if new:
-            self._claimed[segment.state].add(*corners(segment))
+            self._claimed[segment.state].add(*segment[:4])
             self[segment] = part
         return part
 
@@ -231,7 +231,7 @@ class InboundSegments(dict[Segment, InboundSegment]):
         if not segment.state and (segment.start < rows.start or segment.stop > rows.stop):
             raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {rows.start}-{rows.stop}")
         intake.validate(segment)
-        if self._claimed[segment.state].overlaps(*corners(segment)):
+        if self._claimed[segment.state].overlaps(*segment[:4]):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = intake.lease(segment)
         return InboundSegment(tuple(offsets), offsets, nbytes, epoch)
@@ -240,14 +240,14 @@ class InboundSegments(dict[Segment, InboundSegment]):
         """All rows of a segment are in our pages."""
         part = self[segment]
         part.staged.clear()
-        self._placed[segment.state].add(*corners(segment))
+        self._placed[segment.state].add(*segment[:4])
         self.segments_placed += 1
         self.bytes_placed += sum(nbytes for _, nbytes in part.offsets.values())
 
     def missing(self, intake: Intake, rows: RowRange) -> Sequence[Segment]:
         """Which of these rows are not placed; else which segments are in hand."""
         needed = intake.needed(rows)
-        return [box for box in needed if not self._placed[box.state].contains(*corners(box))] or [*self]
+        return [box for box in needed if not self._placed[box.state].contains(*box[:4])] or [*self]
 
     def leased(self, rank: Rank) -> int:
         """Bytes of leases that this writer may still write to, by its own notices."""

@@ -29,7 +29,6 @@ from ..peers.mapping import check_mapping, new_flag_page
 from ..staging_memory import exposable, made_by, new_staging, ready_kernels
 from ..status import Usage
 from .handle import ReceptionHandle
-from .inspection import DecodeInspection
 from .path_choice import ALL_QUARANTINE
 from .rooms import DecodeSide
 from .scatter import SCATTER_BYTES_PER_S, RateLimiter
@@ -158,10 +157,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
     def _memory(self) -> Usage:
         leased, stuck = self._ring.live_bytes, self._side.quarantined
         return Usage({}, ring_bytes=self._ring_bytes, ring_used_bytes=leased, quarantined_bytes=stuck)
-
-    def inspect(self) -> DecodeInspection:
-        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return self._side.inspect()
 
 
 def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:

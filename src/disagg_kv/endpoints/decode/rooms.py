@@ -55,7 +55,6 @@ from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
 from .flags import RoomFlags
 from .handle import CheckedExpectation, ReceptionHandle
-from .inspection import DecodeInspection
 from .path_choice import PathChooser, PendingExpectations, quarantine_full
 from .room import DecodeRoom
 from .scatter import RateLimiter, ScatterQueue
@@ -65,7 +64,15 @@ TICK_S = 0.02
 
 
 class DecodeSide:
-    """Everything here runs on the thread that advances."""
+    """Everything here runs on the thread that advances.
+
+    Attributes:
+        loop: the endpoint's.
+        rooms: those that are not forgotten.
+        queue: the leases, and who waits for one.
+        scatters: from the ring into pages.
+        exposes: whether prefill may write straight to pages.
+    """
 
     patience_s = 0.0
     """See :class:`~disagg_kv.endpoints.loop.side.Side`: decode's forward passes are not announced."""
@@ -83,18 +90,18 @@ class DecodeSide:
         pace: RateLimiter | None,
         flags: Buffer | None,
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._pool = pool
         self._ring = ring
-        self._queue = queue
-        self._exposed = exposed
+        self.queue = queue
+        self.exposes = exposed
         self._changes = changes
         self._chooser = PathChooser(loop.me)
         self._expectations = PendingExpectations(loop, pool, self._chooser, verify)
-        self._rooms: dict[RoomKey, DecodeRoom] = {}
+        self.rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
         self._plans: PlanCache[tuple[Epoch, ...], InstancePlans] = PlanCache()
-        self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
+        self.scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
@@ -112,30 +119,26 @@ class DecodeSide:
     @property
     def open_rooms(self) -> int:
         """Rooms that are not forgotten yet; of those that failed because prefill was not found, nothing is awaited."""
-        return len(self._rooms) - len(self._lingering)
-
-    def inspect(self) -> DecodeInspection:
-        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, self._scatters.inspect(), self._exposed)
+        return len(self.rooms) - len(self._lingering)
 
     # Commands of the engine, on this thread.
 
     def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, own: Options, tag: bytes) -> None:
         """Begin a room with its own times: find its prefill ranks."""
-        now = self._loop.now
-        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag, source.instance)
+        now = self.loop.now
+        machine = ReceiveRoom(key.room, key.generation, self.loop.me.epoch, own, now, tag, source.instance)
         room = DecodeRoom(key, machine, handle, source, now, own.soon_s)
         handle.report.opened = now
-        self._rooms[key] = room
-        self._loop.vote(key, None, "")
+        self.rooms[key] = room
+        self.loop.vote(key, None, "")
         self._take_found(self._discovery.add(room))
-        if (error := self._loop.ranks.superseded) is not None:
+        if (error := self.loop.ranks.superseded) is not None:
             self._handle(room, Cancel(error))
         self._publish(room)
 
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Rows are awaited. They are asked for once the room's prefill ranks are known."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is not None:
             room.wanted, room.ready = wanted, wanted.ready
             self._await(room)
@@ -152,7 +155,7 @@ class DecodeSide:
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is not None:
             room.given_up = room.machine.error is None
             self._handle(room, Cancel(error))
@@ -162,7 +165,7 @@ class DecodeSide:
     def _take_found(self, outcomes: Sequence[Found | Unreachable]) -> None:
         for outcome in outcomes:
             room = outcome.room
-            if self._rooms.get(room.key) is not room:
+            if self.rooms.get(room.key) is not room:
                 continue
             if isinstance(outcome, Unreachable):
                 if room.machine.error is None:
@@ -172,7 +175,7 @@ class DecodeSide:
             if (error := room.machine.error) is not None:
                 self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
                 continue
-            if (full := quarantine_full(self._queue, self._ring.nbytes, outcome.remotes)) is not None:
+            if (full := quarantine_full(self.queue, self._ring.nbytes, outcome.remotes)) is not None:
                 self._handle(room, Cancel(full))
             else:
                 self._introduce(room, outcome.remotes)
@@ -185,10 +188,10 @@ class DecodeSide:
             site = self._pool.site
             plans = self._plans.keep(writers, InstancePlans.of(remotes[0].shards_as(site.spec), site))
         room.plans = plans
-        sessions = [self._loop.sessions.get(epoch) for epoch in writers]
+        sessions = [self.loop.sessions.get(epoch) for epoch in writers]
         pace = next((one.pace for one in sessions if one is not None and one.pace is not None), None)
         for epoch in writers:
-            self._used.use(epoch, room.key, self._loop.now)
+            self._used.use(epoch, room.key, self.loop.now)
         intake = plans.intake(plans.rotation(room.key.room))
         flags = () if self.flags is None else self.flags.issue(room)
         self._handle(room, Introduced(writers, intake, pace, flags))
@@ -205,8 +208,8 @@ class DecodeSide:
 
     def on_up(self, remote: RemoteEndpoint) -> None:
         """A prefill rank is connected."""
-        self._queue.connect(remote.epoch)
-        self._queue.resume(remote.epoch)
+        self.queue.connect(remote.epoch)
+        self.queue.resume(remote.epoch)
         self._inform(*self._discovery.unmet)
         self._take_found(self._discovery.on_up(remote.hello.address))
 
@@ -226,12 +229,12 @@ class DecodeSide:
             self._take_flags(self.flags)
         for room in self._with(lost.peer):
             self._handle(room, lost)
-        self._queue.forget(lost.peer)
+        self.queue.forget(lost.peer)
         self._chooser.forget(lost.peer)
 
     def forget(self, epoch: Epoch) -> None:
         """Nothing is kept of a rank that is not there."""
-        self._queue.forget(epoch)
+        self.queue.forget(epoch)
         self._chooser.forget(epoch)
         if self.flags is not None:
             self.flags.page.forget(epoch)
@@ -244,38 +247,38 @@ class DecodeSide:
             self.flags.page.gone(epoch)
 
     def _with(self, epoch: Epoch) -> list[DecodeRoom]:
-        return [r for r in self._rooms.values() if epoch in r.machine.writers]
+        return [r for r in self.rooms.values() if epoch in r.machine.writers]
 
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
-        room = self._rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
-        if isinstance(frame, Done | Expected) and epoch in self._loop.remotes:
+        room = self.rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
+        if isinstance(frame, Done | Expected) and epoch in self.loop.remotes:
             self._learn(epoch, frame)
         if room is not None and epoch in room.machine.writers:
             try:
                 self._handle(room, frame)
             except RemoteProtocolError as exc:
-                registry = self._loop.sessions
+                registry = self.loop.sessions
                 self._handle(room, Cancel(exc.about(registry.name(epoch), **registry.who(epoch))))
         elif room is None or room.machine.error is not None:
             self._arrivals.answer(frame)
         else:
-            self._loop.observer.count("frames.not_a_writer")
+            self.loop.observer.count("frames.not_a_writer")
 
     def _learn(self, epoch: Epoch, frame: Done | Expected) -> None:
         """What later rooms ask a prefill rank for; its own room may have ended already."""
         if isinstance(frame, Expected):
             if frame.unmapped is not None:
                 self._chooser.said(epoch, frame.unmapped)
-        elif frame.pace is not None and (session := self._loop.sessions.get(epoch)) is not None:
+        elif frame.pace is not None and (session := self.loop.sessions.get(epoch)) is not None:
             session.pace = frame.pace
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is not None:
             self._handle(room, decided)
 
@@ -302,7 +305,7 @@ class DecodeSide:
                 room, event = self._events.popleft()
                 if room.machine.state is not Receiving.CLOSED:
                     self._touched[room] = None
-                    effects = room.machine.handle(event, self._loop.now)
+                    effects = room.machine.handle(event, self.loop.now)
                     if self.flags is not None:
                         self.flags.follow(room)
                     self._apply(room, effects)
@@ -323,25 +326,25 @@ class DecodeSide:
                 case Reserve():
                     self._reserve(room, effect)
                 case Free(segment):
-                    self._scatters.drop(room.key, segment)
-                    self._queue.cancel((room.key, segment))
-                    self._queue.release((room.key, segment))
+                    self.scatters.drop(room.key, segment)
+                    self.queue.cancel((room.key, segment))
+                    self.queue.release((room.key, segment))
                     freed = True
                 case Quarantine(segment):
-                    self._scatters.drop(room.key, segment)
-                    self._queue.quarantine((room.key, segment))
+                    self.scatters.drop(room.key, segment)
+                    self.queue.quarantine((room.key, segment))
                     moved = True
                 case Prepare():
-                    self._scatters.prepare(room, effect)
+                    self.scatters.prepare(room, effect)
                 case Scatter():
-                    self._scatters.add(room, effect)
+                    self.scatters.add(room, effect)
                 case Store(data):
                     if (error := room.store(self._pool, data)) is not None:
                         self._handle(room, Cancel(error))
                 case _:
                     raise LocalProtocolError(f"a receiving room asked for {effect}")
         if moved or freed:
-            self.quarantined = self._queue.quarantined_bytes()
+            self.quarantined = self.queue.quarantined_bytes()
         if freed:
             self._grant()
 
@@ -353,33 +356,33 @@ class DecodeSide:
             self._discovery.unmet.setdefault(room.source, {})[room.key] = room
             self._inform(room.source)
         if vote.ok and room.handle.report.placed is None:
-            room.handle.report.placed = self._loop.clock()
-        self._loop.vote(room.key, vote.ok, vote.reason)
+            room.handle.report.placed = self.loop.clock()
+        self.loop.vote(room.key, vote.ok, vote.reason)
 
     def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:
         key = (room.key, effect.segment)
         try:
-            lease = self._queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
+            lease = self.queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
         except OversizeError as exc:
-            name, sizes = self._loop.sessions.name(effect.peer), f"{exc.asked} bytes, at most {exc.capacity}"
+            name, sizes = self.loop.sessions.name(effect.peer), f"{exc.asked} bytes, at most {exc.capacity}"
             large = f"{room.name}: {name} asks for too large a lease: {sizes}"
-            self._handle(room, Cancel(RemoteProtocolError(large, **self._loop.sessions.who(effect.peer))))
+            self._handle(room, Cancel(RemoteProtocolError(large, **self.loop.sessions.who(effect.peer))))
             return
-        if self._loop.observed:
-            room.queued.setdefault(effect.segment, self._loop.now)
+        if self.loop.observed:
+            room.queued.setdefault(effect.segment, self.loop.now)
         if lease is not None:
             self._leased(room, effect.segment, lease)
         else:
             self._grant()
 
     def _grant(self) -> None:
-        for (key, segment), lease in self._queue.grants():
-            self._leased(self._rooms[key], segment, lease)  # a room that closes has cancelled its requests
+        for (key, segment), lease in self.queue.grants():
+            self._leased(self.rooms[key], segment, lease)  # a room that closes has cancelled its requests
 
     def _leased(self, room: DecodeRoom, segment: Segment, lease: Lease) -> None:
         since = room.queued.pop(segment, None)
         if since is not None:
-            self._loop.observer.span(Span("queue", room.key.room, since, self._loop.now, labels=segment.labels()))
+            self.loop.observer.span(Span("queue", room.key.room, since, self.loop.now, labels=segment.labels()))
         self._handle(room, Leased(segment, lease))
 
     def work(self) -> bool:
@@ -390,12 +393,12 @@ class DecodeSide:
             self._receipts.flush()
         if expecting:
             self._ask()
-        scatters = self._scatters
+        scatters = self.scatters
         if not scatters.active:
             return raised or bool(expecting)
-        if not self._loop.may_copy(scatters.queues):
+        if not self.loop.may_copy(scatters.queues):
             return True
-        budget = self._loop.budget()
+        budget = self.loop.budget()
         scatters.look()
         # First, so that a GPU has something to do while this thread acts on those that have ended.
         while budget.take() and scatters.start():
@@ -410,11 +413,11 @@ class DecodeSide:
     def _take_flags(self, flags: RoomFlags) -> bool:
         raised = flags.look()
         for landed in raised:
-            self._loop.of_peer(Epoch(landed.src), self.on_frame, landed)
+            self.loop.of_peer(Epoch(landed.src), self.on_frame, landed)
         return bool(raised)
 
     def _take_scattered(self) -> None:
-        while (ended := self._scatters.outcome()) is not None:
+        while (ended := self.scatters.outcome()) is not None:
             self._handle(*ended)
 
     def _publish(self, room: DecodeRoom) -> None:
@@ -422,23 +425,23 @@ class DecodeSide:
         if machine.error is not None:
             # Before the engine learns that it failed.
             unsettled, peers = room.unsettled(self._page_bytes), [remote.epoch for remote in room.remotes]
-            self._loop.sessions.hold(room.key, unsettled, peers)
-        now, report, inbound = self._loop.now, handle.report, machine.inbound
+            self.loop.sessions.hold(room.key, unsettled, peers)
+        now, report, inbound = self.loop.now, handle.report, machine.inbound
         phase = machine.phase
         released = phase in ENDED and machine.released
         report.segments, report.nbytes, report.transport = inbound.segments_placed, inbound.bytes_placed, machine.lane
         if released and "total" not in report.seconds:
             report.spend("total", now - room.opened)
         if (state := (phase, released)) != handle.state:
-            error = machine.error and self._loop.pauses.explain(machine.error, room.opened, now)
-            handle.publish(state, error, self._loop.clock())
+            error = machine.error and self.loop.pauses.explain(machine.error, room.opened, now)
+            handle.publish(state, error, self.loop.clock())
             self._changes.add(handle)
-        if self._rooms.get(room.key) is not room:
+        if self.rooms.get(room.key) is not room:
             return
         if machine.state is not Receiving.CLOSED:
             self._timers.by(room.key, now + room.soon_s)
         else:
-            del self._rooms[room.key]
+            del self.rooms[room.key]
             self._timers.schedule(room.key, None)
             self._used.forget(room.key)
             if self.flags is not None:
@@ -446,51 +449,51 @@ class DecodeSide:
             self._discovery.forget(room)
             self._lingering.discard(room.key)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
-            self._loop.remember(machine.writers, room.key, ended)
-            if self._loop.observed:
+            self.loop.remember(machine.writers, room.key, ended)
+            if self.loop.observed:
                 span = room_span(room.key.room, room.opened, now, report, machine.error)
-                self._loop.observer.span(span)
+                self.loop.observer.span(span)
 
     # Time.
 
     def tick(self) -> None:
         """Deadlines, repeats, and look-ups of prefill instances."""
-        now, peers = self._loop.now, self._loop.peers
+        now, peers = self.loop.now, self.loop.peers
         self._take_found(self._discovery.tick())
         for key in self._timers.due(now):
-            self._handle(self._rooms[key], Tick())
-            if (room := self._rooms.get(key)) is not None:
+            self._handle(self.rooms[key], Tick())
+            if (room := self.rooms.get(key)) is not None:
                 self._timers.schedule(key, room.machine.next_at())
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
-            for epoch in tuple(self._queue.active):
-                if epoch not in self._loop.remotes or peers.lively(epoch, now):
-                    self._queue.resume(epoch)
+            for epoch in tuple(self.queue.active):
+                if epoch not in self.loop.remotes or peers.lively(epoch, now):
+                    self.queue.resume(epoch)
                 else:
-                    self._queue.suspend(epoch)
+                    self.queue.suspend(epoch)
             self._grant()
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = [self._timers.next_at(), self._scatters.ready_at, self._discovery.next_at()]
-        if self._queue.waiting:
+        times = [self._timers.next_at(), self.scatters.ready_at, self._discovery.next_at()]
+        if self.queue.waiting:
             times.append(self._lively_at)
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        for room in list(self._rooms.values()):
+        for room in list(self.rooms.values()):
             if not (unmet and room.machine.writers):
                 self._handle(room, Cancel(error))
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        self._queue.check_integrity()
+        self.queue.check_integrity()
         if self.flags is not None:
-            self.flags.check_integrity(self._rooms.values())
+            self.flags.check_integrity(self.rooms.values())
         unmet = {key for rooms in self._discovery.unmet.values() for key in rooms}
-        assert self._lingering <= unmet <= self._rooms.keys()
-        for room in self._rooms.values():
+        assert self._lingering <= unmet <= self.rooms.keys()
+        for room in self.rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()
-        self._scatters.check_integrity(self._queue, self._rooms.values())
+        self.scatters.check_integrity(self.queue, self.rooms.values())

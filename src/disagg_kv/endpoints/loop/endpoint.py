@@ -208,6 +208,13 @@ class Endpoint(ABC, Generic[H, S]):
         """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""
         self._side.check_integrity()
 
+    def inspect(self) -> S:
+        """What it knows, live, for tests and for the simulator, which look at it between two steps and change nothing.
+
+        Call it on the thread that steps the endpoint.
+        """
+        return self._side
+
     def _new_key(self, room: RoomId) -> RoomKey:
         """The key of a room that may be opened now.
 

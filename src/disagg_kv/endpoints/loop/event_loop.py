@@ -29,7 +29,6 @@ from ..peers.background import Background
 from ..peers.directory import Directory, LookupResult
 from ..peers.handshake import EndpointInfo, check_key
 from .buffers import ReceiveBuffer
-from .inspection import LoopInspection
 from .peering import Peering
 from .ranks import InstanceRanks
 from .side import Side
@@ -78,7 +77,7 @@ class EventLoop(Peering):
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, self._on_help, clock, options)
         self.commands: deque[Callable[[], None]] = deque()
-        self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
+        self.received = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self.budget_s = BUDGET_S
         self._last_words: Budget | None = None
@@ -103,7 +102,7 @@ class EventLoop(Peering):
     @property
     def behind(self) -> bool:
         """Whether commands or frames wait that the last advance has not taken. From any thread."""
-        return bool(self.commands or self._receive_buffer.left)
+        return bool(self.commands or self.received.left)
 
     @property
     def pending(self) -> bool:
@@ -149,10 +148,10 @@ class EventLoop(Peering):
 
     def _hear(self, budget: Budget | None = None) -> bool:
         """Take in what has come, as far as a new budget or this one allows; False: nothing."""
-        if not self._receive_buffer.fetch():
+        if not self.received.fetch():
             return False
         self.now = self.clock()
-        left, budget = self._receive_buffer.left, budget or Budget(self.clock, self.now + self.budget_s, self.most)
+        left, budget = self.received.left, budget or Budget(self.clock, self.now + self.budget_s, self.most)
         while left and budget.take():
             self._on_channel(left.popleft())
         return True
@@ -213,7 +212,7 @@ class EventLoop(Peering):
                 self.failures.met(exc)
 
     def _tick_peers(self) -> None:
-        if (at := self._receive_buffer.caught_up) is not None:
+        if (at := self.received.caught_up) is not None:
             self.peers.caught_up(at)
         self._peer_effects(self.peers.tick(self.now))
 
@@ -262,18 +261,6 @@ class EventLoop(Peering):
         last = self._ticked_at + IDLE_S
         self._stale, self._due_at = False, last if due is None else min(due, last)
         return due
-
-    def inspect(self) -> LoopInspection:
-        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return LoopInspection(
-            self.commands,
-            self._receive_buffer.left,
-            self.peers,
-            self.remotes,
-            self.sessions,
-            self.verdict,
-            self.ranks,
-        )
 
     def _end_rooms(self, error: DisaggKVError) -> None:
         self._due_at = -inf
@@ -369,7 +356,8 @@ class EventLoop(Peering):
             session = self.sessions.get(Epoch(frame.src))
             if session is not None and session.known.hello.role == self.me.role:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
-            if not self.connections.hold(session, frame, nbytes, self.side.on_frame):
+            linked = session is None or session.link is None or session.link.linked
+            if linked or not self.connections.hold(session, frame, nbytes, self.side.on_frame):
                 self.side.on_frame(frame)
         elif isinstance(frame, Disconnected) and frame.closed:
             held = self.connections.hold(self.sessions.get(Epoch(frame.src)), frame, nbytes, self._on_closed)

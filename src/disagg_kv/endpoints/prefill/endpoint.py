@@ -28,7 +28,6 @@ from ..peers.mapping import check_mapping
 from ..staging_memory import new_staging, ready_kernels, staging_slots
 from ..status import Usage
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
-from .inspection import PrefillInspection
 from .movers.posts import Posts, StagingSlots
 from .movers.verified import VerifiedMover
 from .read_pools import ReadPools
@@ -212,10 +211,6 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     def _memory(self) -> Usage:
         stuck = self._side.quarantined_slots * self._slot_bytes
         return Usage({}, slots=self._slots, slots_used=self._transfers.staged.slots.in_use, quarantined_bytes=stuck)
-
-    def inspect(self) -> PrefillInspection:
-        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return self._side.inspect()
 
 
 def _chunks(

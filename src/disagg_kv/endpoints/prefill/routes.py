@@ -186,12 +186,13 @@ class Router:
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         path = self._path(frame, remote, pair, mapping)
+        exposes = exposes_pages(path)
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:
             limits = cutting(intake, me.rank, Limits(me.slot_bytes, hello.lease_bytes, limits.page_rows), path)
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         mapped = mapping.pool if path.mover == "mapped" else None
-        flags, verify = mapping.flags if exposes_pages(path) else None, (self._verify, frame.verify)
+        flags, verify = mapping.flags if exposes else None, (self._verify, frame.verify)
         view = pair.source_view
         route = Route(remote, path, lane, pool, pair, view, intake, tables, frame.start, verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
@@ -201,7 +202,7 @@ class Router:
             intake,
             intake.floor(frame.start),
             frame.stop,
-            exposes_pages(path),
+            exposes,
             limits,
             grouping,
             partial(self._measured, lane),
