@@ -15,6 +15,7 @@ from disagg_kv.endpoints.decode.room import DecodeRoom
 from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.endpoints.loop.event_loop import SOON_S
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.endpoints.prepared import PreparedLaunches
 from disagg_kv.errors import (
     AbortedError,
     CapacityError,
@@ -383,11 +384,9 @@ class Checks:
         self.released(node)
         check_holders(self._world, node)
         view = node.view
-        launches = (
-            view.scatters.prepared.ready
-            if isinstance(view, DecodeSide)
-            else view.transfers.staged.prepared.gathers.ready
-        )
+        prepared = view.scatters.prepared if isinstance(view, DecodeSide) else view.transfers.staged.prepared
+        assert prepared is not None
+        launches = prepared.ready if isinstance(prepared, PreparedLaunches) else prepared.gathers.ready
         if len(node.prepared) != len(launches):
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {len(launches)} are known")
         if "links.dropped" in node.counters.of:
@@ -472,6 +471,7 @@ class Checks:
                 }
             else:
                 transfers = view.transfers
+                assert transfers.staged.prepared is not None
                 gathers, mapped = transfers.staged.prepared.gathers, transfers.mapped
                 left |= {
                     "slots": transfers.staged.slots.in_use,

@@ -128,8 +128,10 @@ class SimNode(SimProcess):
             )  # fmt: skip
             self.endpoint, self.view = prefill, prefill.inspect()
             transfers = self.view.transfers
+            prepared = transfers.staged.prepared
+            assert prepared is not None
             lines = transfers.staged.lines.of, transfers.direct.lines.of, transfers.mapped.lines.of
-            self._unprepared = (*lines, transfers.staged.prepared.gathers.waiting)
+            self._unprepared = (*lines, prepared.gathers.waiting)
         self._draws = random.Random(f"drives {world.scenario.seed} {self.address} {self.life}")
         self._drives = self._draws.choice(DRIVES)
         self._polls = False

@@ -49,7 +49,7 @@ def _polls_alone() -> None:
 
 BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a call wakes no thread for what it leaves",
-            DRIVER + "_plan", "self._wake()", "pass"), _stops_polling),
+            DRIVER + "_plan", "loop.channel.wake()", "pass"), _stops_polling),
     (Mutant("a command is left lying",
             DRIVER + "post", "self.drive(PATIENCE_S)", "pass"), _stops_polling),
     (Mutant("the thread stays away although no engine drives",

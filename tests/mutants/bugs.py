@@ -32,7 +32,7 @@ ROSTER = "endpoints.peers.session:Sessions."
 
 BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight",
-           DRAINING + "_may_touch_pages", "return self._exposed", "return False"),
+           DRAINING + "_may_touch_pages", "return self.exposed", "return False"),
     Mutant("a lost frame is never sent again",
            "core.timers:Repeater.tick", "out.append(due.send)", "pass"),
     Mutant("done does not name what carried the writes",
@@ -214,7 +214,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a pass is final for the first of its rooms only",
            "endpoints.prefill.handle:ForwardPass._flush", "final_at, self._handed,", "final_at, self._handed[:1],"),
     Mutant("states are read before their event has happened",
-           DELIVERY + "finish", "act, ready)", "act, None)"),
+           DELIVERY + "finish", "loop.when, ready,", "loop.when, None,"),
     Mutant("every rank that holds a state sends all of it",
            "geometry.election:_boxes", "yield _Box(name, tuple(sorted(layers)), range(start, stop), holders)",
            "for each in [(h,) for h in holders] if spec.component(layers[0], name).rows else [holders]:\n"

@@ -115,7 +115,7 @@ def test_pages_are_exposed_only_where_they_are_mapped() -> None:
         request = rig.request(name, prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
         rig.wait(0.3)
         (room,) = decodes[0].endpoint._side.rooms.values()
-        assert not room.machine._exposed
+        assert not room.machine.exposed
         request.send(ROWS).finish().landed()
     assert "mapped cannot: prefill rank 0: it is on another host" in request.receives[0].report.reason
 
