@@ -7,7 +7,7 @@ from functools import partial
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
-from disagg_kv.errors import CapacityError, PeerLostError
+from disagg_kv.errors import CapacityError
 
 from .check import Checks
 from .cluster import Cluster
@@ -31,64 +31,32 @@ class CachedRequest:
         self._prompt = prompt
         self._transcript = transcript(scenario.model, scenario.conversations, prompt.conversation, scenario.seed)
         self._tokens = self._transcript.tokens[: room.plan.rows]
-        self._question = f"{room.plan.room.hex()} {room.number}"
         self._matched: set[int] = set()
-        self._published: set[int] = set()
-        self._through: set[int] = set()
+        self._said: dict[int, int] = {}
+        self._agreed: int | None = None
 
     def match(self, entry: Entry) -> None:
         """Lock what the rank holds of the prompt, and tell the others how much that is."""
         prefixes = _prefixes(entry)
         entry.lease = prefixes.cache.lease(self._tokens)
         self._matched.add(entry.lease.rows)
-        self._say(entry)
-
-    def _say(self, entry: Entry) -> None:
-        if self._over(entry):
-            return
-        assert entry.lease is not None
-        try:
-            _prefixes(entry).minimum.say(self._question, entry.lease.rows)
-        except PeerLostError:
-            self._world.later(ASK_S, partial(self._say, entry))
-            return
-        self._published.add(entry.node.rank)
+        self._said[entry.node.rank] = entry.lease.rows
         self._ask(entry)
 
     def _ask(self, entry: Entry) -> None:
         if self._over(entry):
             return
-        try:
-            agreed = _prefixes(entry).minimum.agreed(self._question)
-        except PeerLostError:
-            self._world.later(ASK_S, partial(self._ask, entry))
-            return
-        if agreed is not None:
-            self._through.add(entry.node.rank)
-            self._begin(entry, agreed)
-        elif len(self._published) == entry.node.split.world:
-            self._world.violation(
-                "I4", f"{self._room.name(entry)}: all ranks have published what they hold, but none learns the minimum"
-            )
+        if self._agreed is None and len(self._said) == entry.node.split.world:
+            self._agreed = min(self._said.values())
+        if self._agreed is not None:
+            self._begin(entry, self._agreed)
         else:
             self._world.later(ASK_S, partial(self._ask, entry))
 
     def over(self, entry: Entry) -> None:
-        """The request has ended on a rank: drop its question, so that an unanswered one does not stay in the store."""
-        if entry.node.rank in self._through or not entry.node.alive:
-            return
-        try:
-            _prefixes(entry).minimum.drop(self._question)
-        except PeerLostError:
-            self._world.later(ASK_S, partial(self.over, entry))
-            return
-        self._through.add(entry.node.rank)
-
-    def left(self) -> list[str]:
-        """Keys that stay in the store although every rank is through with the question."""
-        if len(self._through) < len(self._room.decode):
-            return []
-        return [key for key in self._world.store.values if f'"{self._question}"' in key]
+        """The request has ended on a rank: who still asks holds nothing of it there."""
+        if entry.node.alive:
+            self._said.setdefault(entry.node.rank, 0)
 
     def _over(self, entry: Entry) -> bool:
         """The room has ended before anything was awaited."""

@@ -10,7 +10,6 @@ from .dma import Dma
 from .fault import FaultClass
 from .network import Network
 from .node import SimNode
-from .prefixes import SimStore
 from .request import Request
 from .rooms import Entry, SimRoom
 from .scenario import Scenario
@@ -46,7 +45,6 @@ class Cluster(Simulation):
         """Of an instance whose ranks compute the same passes: of each pass, the numbers of its rooms and chunks."""
         self.last: list[Request] | None = None
         """Requests that come after all that was drawn; None: it is too early for them."""
-        self.store = SimStore(self)
         self.network = Network(self)
         self.dma = Dma(self)
 

@@ -39,7 +39,6 @@ class FaultClass(Enum):
     CLOCK = "the clock of a process jumps ahead"
     RING = "the ring holds only a few leases"
     QUARANTINE = "writes that are never quiet fill slots and rings"
-    STORE = "the store through which ranks agree is not reached"
     ABORT = "an engine gives a room up, in any state"
     WITHDRAW = "an engine takes pages away and gives others"
     RENDEZVOUS = "the rendezvous is away for a while, or holds garbage"
@@ -144,7 +143,6 @@ _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.UNREACHABLE: (0.1, 0.4),
     FaultClass.KERNEL: (0.03, 0.15),
     FaultClass.QUARANTINE: (0.4, 0.7),
-    FaultClass.STORE: (0.05, 0.3),
     FaultClass.ABORT: (0.15, 0.4, 0.7),
     FaultClass.WITHDRAW: (0.3, 0.7),
 }

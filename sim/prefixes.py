@@ -1,4 +1,4 @@
-"""The prefix cache of a simulated decode rank: the real index, leases and agreement, over shadowed pages."""
+"""The prefix cache of a simulated decode rank: the real index and leases, over shadowed pages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import numpy.typing as npt
 from attrs import frozen
 
 from disagg_kv.geometry import I32
-from disagg_kv.ids import Rank
 from disagg_kv.memory import U8
 from disagg_kv.prefix import HashPrefixIndex, PrefixCache, blake, namespace_of
-from disagg_kv.rendezvous import StoreMinimum
 
 from .conversations import MOST, Conversation
-from .fault import FaultClass
 from .kind import Kind
 from .memory import CACHED, RankMemory, content, width_of
 from .model import Model
@@ -52,50 +49,6 @@ def transcript(model: Model, conversations: tuple[Conversation, ...], number: in
     return Transcript(tokens, truth)
 
 
-class SimStore:
-    """A store that every process reaches, or as a fault does not; satisfies ``SharedStore``."""
-
-    def __init__(self, world: Simulation) -> None:
-        self._world = world
-        self.values: dict[str, bytes] = {}
-
-    def _reach(self) -> None:
-        """An operation may fail before it has happened, and after it."""
-        if self._world.faulty and self._world.chance(FaultClass.STORE):
-            self._world.hit(FaultClass.STORE)
-            raise RuntimeError("sim: the store was not reached")
-
-    def set(self, key: str, value: str, /) -> None:
-        """Keep a value."""
-        self._reach()
-        self.values[key] = value.encode()
-        self._reach()
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Keep a value where another one is, or where none is and none is expected; what is there then."""
-        self._reach()
-        if self.values.get(key, b"").decode() == expected:
-            self.values[key] = value.encode()
-        return self.values.get(key, expected.encode())
-
-    def get(self, key: str, /) -> bytes:
-        """A value that is there."""
-        self._reach()
-        return self.values[key]
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        self._reach()
-        return all(key in self.values for key in keys)
-
-    def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
-        self._reach()
-        there = self.values.pop(key, None) is not None
-        self._reach()
-        return there
-
-
 class SimPages:
     """The free pages of a rank; satisfies :class:`~disagg_kv.prefix.Pages`. ``owner`` takes them."""
 
@@ -128,7 +81,7 @@ def _few(data: bytes) -> bytes:
 class Prefixes:
     """What one life of a decode rank holds."""
 
-    def __init__(self, world: Simulation, node: SimProcess, store: SimStore) -> None:
+    def __init__(self, world: Simulation, node: SimProcess) -> None:
         site = node.memory.pool.site
         digest = _few if world.scenario.collisions else blake
         split = node.split
@@ -137,7 +90,6 @@ class Prefixes:
         self.pages = SimPages(node.memory)
         self.index = HashPrefixIndex(split.page_rows, split.pages, namespace_of(site.spec), digest)
         self.cache = PrefixCache(self.index, self.pages, site)
-        self.minimum = StoreMinimum(store, node.instance, Rank(node.rank), split.world)
 
     def known(self) -> list[int]:
         """The pages that the index has."""

@@ -157,10 +157,6 @@ class SimRoom(ABC):
         return f"{room_name(self.plan.room)} (number {self.number}) on {entry.node.address}"
 
     @abstractmethod
-    def left(self) -> Sequence[str]:
-        """Keys that stay in the store although every rank is through with the room's prefix."""
-
-    @abstractmethod
     def chunk(self, entry: Entry, number: int) -> None:
         """The next chunk has pages: hand it over, or announce it and compute it."""
 

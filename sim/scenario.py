@@ -378,7 +378,6 @@ def _options(seed: int, rng: random.Random) -> Options:
         missed=2,
         closed_s=0.5,
         retry_s=0.05,
-        retry_most_s=0.4,
         window=rng.choice((1, 2, 4, 16)),
         tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
         parked=rng.choice((1, 64)),

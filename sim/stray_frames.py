@@ -15,7 +15,6 @@ from disagg_kv.core.room.receive_room import ReceiveRoom
 from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.core.wire.frames import (
     Abort,
-    AbortAck,
     ChunkReady,
     Complete,
     Done,
@@ -76,7 +75,6 @@ SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
     Landed: {"segments": (BOX,)},
     Complete: {},
     Abort: {"reason": "out of turn"},
-    AbortAck: {},
     Drained: {"reason": "out of turn"},
     DrainedAck: {},
 }
@@ -194,7 +192,7 @@ class StrayFrames:
         if not (view.rooms if isinstance(view, DecodeSide) else view.flows):
             return ()
         alive = {other.epoch for other in self._world.places.values() if not other.paused}
-        known = [e for e, remote in view.loop.remotes.items() if e in alive and peers.at(remote.hello.address) == e]
+        known = [p.epoch for p in peers.all() if p.remote and p.epoch in alive and peers.at(p.hello.address) == p.epoch]
         pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
         if isinstance(view, DecodeSide):
             for key, room in view.rooms.items():

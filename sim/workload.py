@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 
 from disagg_kv.core import Phase
@@ -54,10 +54,6 @@ class Room(SimRoom):
         self._passes = passes
         self._cached = None if plan.prompt is None else CachedRequest(self, world, check, plan.prompt)
         self._begin()
-
-    def left(self) -> Sequence[str]:
-        """See :meth:`SimRoom.left`."""
-        return () if self._cached is None else self._cached.left()
 
     def _begin(self) -> None:
         world, plan, rng = self.world, self.plan, self.world.random

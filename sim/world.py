@@ -115,7 +115,7 @@ class World(Cluster):
 
     def _keep_prefixes(self, node: SimNode) -> None:
         """A decode rank has a cache of its own, which forgets things at bad moments."""
-        node.prefixes = prefixes = Prefixes(self, node, self.store)
+        node.prefixes = prefixes = Prefixes(self, node)
         for _ in range(self.random.choice((0, 0, 6, 12))):
             self.later(self.random.random() * self.random.choice((0.1, 0.6)), prefixes.evict)
 

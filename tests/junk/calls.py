@@ -42,7 +42,7 @@ from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.kernels import TritonKernels
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreMinimum, StoreRendezvous
+from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreRendezvous
 from disagg_kv.staging import RingStagingAllocator
 from disagg_kv.strategies import LayerPipelined, register, strategy
 from disagg_kv.transports import InprocTransport, combine, register_transport, transport
@@ -71,7 +71,7 @@ SPOKEN = {
 
 MORE = (
     RecoveringReceiver, Retry, prefix.PrefixLease, PageAllocator, StoreRendezvous, StaticRendezvous, RequestRendezvous,
-    Buffer, MappedPool, Environment, Group, Holding, Plane, Shard, Site, HashPrefixIndex, PrefixCache, StoreMinimum,
+    Buffer, MappedPool, Environment, Group, Holding, Plane, Shard, Site, HashPrefixIndex, PrefixCache,
     *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
@@ -542,20 +542,6 @@ covers("UnixChannel.__init__", bind="thing", high_water="count")(
     lambda bench: (lambda **given: UnixChannel(**given).close(),
                    {"bind": f"unix://{tempfile.mkdtemp()}/channel", "high_water": 1})
 )  # fmt: skip
-plain("StoreMinimum.__init__", StoreMinimum, {"store": Store(), "instance": "D", "rank": 0, "world": 1, "prefix": "p"},
-      store="thing", instance="name", rank="count", world="count", prefix="text")  # fmt: skip
-
-
-def _minimum() -> StoreMinimum:
-    return StoreMinimum(Store(), "D", Rank(0), 1)
-
-
-covers("StoreMinimum.say", question="text", number="count")(
-    lambda bench: (_minimum().say, {"question": "q", "number": 4})
-)
-covers("StoreMinimum.agreed", question="text")(lambda bench: (_minimum().agreed, {"question": "q"}))
-covers("StoreMinimum.drop", question="text")(lambda bench: (_minimum().drop, {"question": "q"}))
-
 plain(
     "PageTable.__init__", PageTable, {"group": KV, "pages": [1], "first": 0}, group="text", pages="ids", first="integer"
 )

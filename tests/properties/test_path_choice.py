@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from disagg_kv.endpoints.decode.path_choice import PathChooser
+from disagg_kv.endpoints.decode.path_choice import UNSAID, PathChooser
 from disagg_kv.endpoints.peers.handshake import EndpointInfo, RemoteEndpoint
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
@@ -79,14 +79,12 @@ def test_the_choice_is_the_first_path_that_all_can_take(
         for one, rank in zip(found, ranks, strict=True)
     ]
     chooser = PathChooser(evolve(me, paths=tuple(known[name] for name in ours)))
-    for one, rank in zip(remotes, ranks, strict=True):
-        if rank.said is not None:
-            chooser.said(one.epoch, rank.said)
+    said = tuple(UNSAID if rank.said is None else rank.said for rank in ranks)
     common = set(ours).intersection(*(rank.names for rank in ranks))
     order = [name for name in AUTO_ORDER if name in common] if len(common) != 1 else list(common)
     exposable = [name for name in order if unexposed is None or not exposes_pages(known[name])]
     able = [name for name in exposable if can(name, ranks, len(common) == 1)]
-    asked = remotes, InstancePlans.of(remotes[0].shards_as(SPEC), me.site), 0, ROWS, unexposed
+    asked = remotes, said, InstancePlans.of(remotes[0].shards_as(SPEC), me.site), 0, ROWS, unexposed
     if not able:
         with pytest.raises(ConfigurationError) as caught:
             chooser.choose(*asked)

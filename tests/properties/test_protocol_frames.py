@@ -126,7 +126,6 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.Done, stop=numbers, segments=numbers, aux=st.none() | st.binary(max_size=40)),
     room_frame(f.Complete),
     room_frame(f.Abort, reason=texts, tag=st.binary(max_size=32)),
-    room_frame(f.AbortAck),
     room_frame(f.Drained, reason=texts),
     room_frame(f.DrainedAck),
     room_frame(f.Vote, ok=st.none() | st.booleans(), reason=texts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.core import VERSION, Hello, Options, PeerTable
+from disagg_kv.core import VERSION, Hello, KnownPeer, Options, PeerTable
 from disagg_kv.core.peers.peer_effects import PeerEffect
 from disagg_kv.core.wire.frames import Heartbeat, WireSite, WireSpec
 from disagg_kv.errors import PeerLostError
@@ -26,7 +26,7 @@ def hello(src: Epoch, dst: bytes, address: str) -> Hello:
     )  # fmt: skip
 
 
-class Eager(PeerTable):
+class Eager(PeerTable[KnownPeer]):
     """One that looks at every peer and address whenever it is asked to."""
 
     def tick(self, now: float) -> list[PeerEffect]:
@@ -37,7 +37,7 @@ class Eager(PeerTable):
         return super().tick(now)
 
 
-def act(table: PeerTable, what: str, peer: Epoch, address: str, now: float) -> object:
+def act(table: PeerTable[KnownPeer], what: str, peer: Epoch, address: str, now: float) -> object:
     match what:
         case "tick":
             return table.tick(now)
@@ -78,9 +78,10 @@ def act(table: PeerTable, what: str, peer: Epoch, address: str, now: float) -> o
 def test_a_table_that_looks_only_when_something_may_be_due_says_what_one_says_that_always_looks(
     acts: list[tuple[str, Epoch, str, float]],
 ) -> None:
-    options = Options(silence_s=2.0, heartbeat_s=0.9, closed_s=0.25, retry_s=0.05, retry_most_s=0.4)
+    options = Options(silence_s=2.0, heartbeat_s=0.9, closed_s=0.25, retry_s=0.04)
     tables = [
-        kind(OURS, "us", lambda dst: hello(OURS, dst, "us"), lambda hello: None, options) for kind in (PeerTable, Eager)
+        kind(OURS, "us", lambda dst: hello(OURS, dst, "us"), lambda hello: None, KnownPeer, options)
+        for kind in (PeerTable, Eager)
     ]
     now = 0.0
     for what, peer, address, later in acts:

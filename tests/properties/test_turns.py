@@ -6,14 +6,13 @@ import numpy as np
 from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore  # torch.distributed does not export it to type checkers
 
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation
 from disagg_kv.geometry import CacheSpec, PageTable
-from disagg_kv.ids import Rank, RoomId
+from disagg_kv.ids import RoomId
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
-from disagg_kv.rendezvous import Source, StoreMinimum
+from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import LayerPipelined, PerChunk, Schedule
 from tests.support.rig import KV, Memory, Rig, Truth, put, tp_shards
 
@@ -37,7 +36,6 @@ class Decode:
     """A decode rank's own prefix cache."""
 
     cache: PrefixCache
-    minimum: StoreMinimum
 
 
 def conversations(rig: Rig, count: int) -> list[Conversation]:
@@ -86,7 +84,6 @@ def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
     strategy = f"staged+{schedule.name}+incremental"
     rig.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=3, pages=40), strategy=strategy, schedule=schedule)
     rig.decode(tp_shards(SPEC, 2), memory=Memory(page_size=PAGE, pages=PAGES), strategy=strategy)
-    store = HashStore()
     ranks = [
         Decode(
             PrefixCache(
@@ -94,7 +91,6 @@ def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
                 PageAllocator(range(PAGES)),
                 rig.decodes[rank].pool.site,
             ),
-            StoreMinimum(store, "D", Rank(rank), 2),
         )
         for rank in range(2)
     ]
@@ -110,7 +106,6 @@ def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
             decode.cache.index.check_integrity()
             assert decode.cache.index.evictable == len(decode.cache.index)
             assert decode.cache.pages.free + len(decode.cache.index) == PAGES
-    assert store.num_keys() == 0
 
 
 def overwrite(rig: Rig, ranks: list[Decode]) -> None:
@@ -126,12 +121,9 @@ def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abo
     """Match, agree, expect, send; then either every byte of the prompt is right on every rank, or nothing was kept."""
     prompt, room = talk.tokens[: talk.rows], RoomId(f"room {number}".encode())
     leases = [rank.cache.lease(prompt) for rank in ranks]
-    for rank, lease in zip(ranks, leases, strict=True):
-        rank.minimum.say(str(number), lease.rows)
-    agreed = [rank.minimum.agreed(str(number)) for rank in ranks]
+    agreed = min(lease.rows for lease in leases)
     known = [len(rank.cache.index) for rank in ranks]
-    assert agreed == [min(lease.rows for lease in leases)] * 2
-    tables = [lease.begin(agreed[0]) for lease in leases]
+    tables = [lease.begin(agreed) for lease in leases]
     receives = [m.endpoint.open(room, Source("P")) for m in rig.decodes]
     for receive, lease, table in zip(receives, leases, tables, strict=True):
         receive.expect(Expectation(talk.rows, [table], held={KV: lease.rows}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from disagg_kv.core.room.tables import Table
+from disagg_kv.core.cells import Table
 
 
 def diagram(table: Table, start: Enum) -> str:

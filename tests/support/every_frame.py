@@ -40,7 +40,6 @@ FIELDS: Mapping[type[RoomFrame], Fields] = {
     f.Done: {"stop": (0, ROWS, 2**62), "segments": NUMBERS, "aux": (None, b"", bytes(8))},
     f.Complete: {},
     f.Abort: {"reason": ("lied",), "tag": (b"", b"other")},
-    f.AbortAck: {},
     f.Drained: {"reason": ("lied",)},
     f.DrainedAck: {},
     f.Vote: {"ok": (None, True, False), "reason": ("lied",)},

@@ -28,11 +28,9 @@ def check_links(endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
     loop = endpoint.driver.loop
     links, monitor = loop.connections._owners, loop._process_monitor
     held = {
-        "remotes": set(loop.remotes),
-        "linked": {link.session.known.epoch for link in links.values()},
-        "watched": {session.known.epoch for session in monitor._watches._watched},
-        "ended": {session.known.epoch for session in monitor.landing},
-        "sessions": set(loop.sessions._sessions),
+        "linked": {link.session.epoch for link in links.values()},
+        "watched": {session.epoch for session in monitor._watches._watched},
+        "ended": {session.epoch for session in monitor.landing},
     }
     left = {what: epochs - may_hold(loop) for what, epochs in held.items() if epochs - may_hold(loop)}
     assert not left, {what: [epoch.hex()[:8] for epoch in epochs] for what, epochs in left.items()}

@@ -50,7 +50,6 @@ from disagg_kv.core import (
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.wire.frames import (
     Abort,
-    AbortAck,
     ChunkReady,
     Complete,
     Decision,
@@ -225,7 +224,7 @@ class DecodeNode(Node):
             case StagingRequest() | ChunkReady() | Done():
                 answer = Abort(**head, reason="the room has ended")
             case Abort():
-                answer = AbortAck(**head)
+                answer = Abort(**head, reason="the room has ended")
             case Drained():
                 answer = DrainedAck(**head)
             case _:

@@ -53,7 +53,7 @@ class Options:
         heartbeat_s: a peer that a room depends on, and that sent nothing for this time, is asked for a heartbeat.
         missed: a peer that has missed more heartbeats gets no new grants.
         closed_s: time for a broken connection to be restored, and for the rendezvous to answer a look-up.
-        retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
+        retry_s: a request is repeated after this time, then ever slower, up to ten times as slow.
         window: segments of one room that may be between request and acknowledgement towards one destination.
         tombstones: ended rooms that an endpoint remembers by id, to refuse a second use and to agree on them with the
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
@@ -77,7 +77,6 @@ class Options:
     missed: int = 3
     closed_s: float = 3.0
     retry_s: float = 0.2
-    retry_most_s: float = 2.0
     window: int = 16
     tombstones: int = 4096
     parked: int = 4096
@@ -99,10 +98,11 @@ class Options:
                 f"options: a peer that beats every {self.heartbeat_s:g} s (heartbeat_s) would be lost after "
                 f"{self.silence_s:g} s of silence (silence_s)"
             )
-        if self.retry_most_s < self.retry_s:
-            raise ConfigurationError(
-                f"options: retry_most_s, {self.retry_most_s:g}, is below retry_s, {self.retry_s:g}"
-            )
+
+    @property
+    def retry_most_s(self) -> float:
+        """The longest pause between two repetitions of a request."""
+        return 10 * self.retry_s
 
     @property
     def soon_s(self) -> float:

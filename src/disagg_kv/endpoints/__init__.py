@@ -14,7 +14,6 @@ from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
 from .loop.construction import Environment, threads_on
 from .peers.incarnation import Incarnation
-from .peers.session import format_peers
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id, room_id
 from .status import EndpointStatus, PeerInfo, PeerState, Report, RoomInfo, Usage
@@ -46,7 +45,6 @@ __all__ = [
     "SupportsUsage",
     "Usage",
     "attempt_id",
-    "format_peers",
     "room_id",
     "threads_on",
 ]

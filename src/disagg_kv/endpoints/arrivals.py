@@ -25,7 +25,6 @@ from ..core.room.flow import room_head
 from ..core.timers import Timers
 from ..core.wire.frames import (
     Abort,
-    AbortAck,
     ChunkReady,
     Complete,
     Done,
@@ -72,14 +71,14 @@ PREFILL: Table = {
     ENDED.EVICTED: {Expect: "refuse", Abort: "drain"},
 }
 
-_ACKNOWLEDGED: Mapping[type[RoomFrame], str] = {Abort: "acknowledge", Drained: "acknowledge"}
+_ANSWERED: Mapping[type[RoomFrame], str] = {Abort: "abort", Drained: "acknowledge"}
 DECODE: Table = {
-    A.NEW: _ACKNOWLEDGED,
-    ENDED.DONE: {**_ACKNOWLEDGED, StagingRequest: "land", ChunkReady: "land", Done: "acknowledge"},
-    ENDED.FAILED: {**_ACKNOWLEDGED, **dict.fromkeys((Expected, StagingRequest, Return, ChunkReady, Done), "abort")},
-    ENDED.EVICTED: _ACKNOWLEDGED,
+    A.NEW: _ANSWERED,
+    ENDED.DONE: {**_ANSWERED, StagingRequest: "land", ChunkReady: "land", Done: "acknowledge"},
+    ENDED.FAILED: {**_ANSWERED, **dict.fromkeys((Expected, StagingRequest, Return, ChunkReady, Done), "abort")},
+    ENDED.EVICTED: _ANSWERED,
 }
-ACKNOWLEDGEMENTS: Mapping[type[RoomFrame], type[RoomFrame]] = {Abort: AbortAck, Drained: DrainedAck, Done: Complete}
+ACKNOWLEDGEMENTS: Mapping[type[RoomFrame], type[RoomFrame]] = {Drained: DrainedAck, Done: Complete}
 
 
 class Arrivals:
@@ -177,7 +176,7 @@ class Arrivals:
         self._say(ACKNOWLEDGEMENTS[type(frame)](**self._head(frame)))
 
     def _abort(self, frame: RoomFrame) -> None:
-        self._say(Abort(**self._head(frame), reason="the room has failed"))
+        self._say(Abort(**self._head(frame), reason="the room has ended"))
 
     def _land(self, frame: StagingRequest | ChunkReady) -> None:
         self._say(Landed(**self._head(frame), segments=(frame.segment,)))
@@ -202,7 +201,8 @@ class Arrivals:
         key = room, peer = RoomId(frame.room), Epoch(frame.src)
         self.forget(room, peer)
         holder, places = _takes(frame)
-        held, share = self._places[holder], most if len(loop.remotes) == 1 else max(1, most // SHARE)
+        held, others = self._places[holder], any(session.epoch != holder for session in loop.all_there())
+        share = max(1, most // SHARE) if others else most
         # The first of a peer may be large.
         if holder and held and held + places > share:
             return False

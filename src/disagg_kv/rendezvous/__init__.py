@@ -2,7 +2,6 @@
 
 from .base import Rendezvous, Source, SupportsWithdraw
 from .etcd import EtcdRendezvous
-from .minimum import SharedStore, StoreMinimum
 from .request import RequestRendezvous
 from .static import StaticRendezvous
 from .store import StoreRendezvous
@@ -11,10 +10,8 @@ __all__ = [
     "EtcdRendezvous",
     "Rendezvous",
     "RequestRendezvous",
-    "SharedStore",
     "Source",
     "StaticRendezvous",
-    "StoreMinimum",
     "StoreRendezvous",
     "SupportsWithdraw",
 ]

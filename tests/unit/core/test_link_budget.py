@@ -13,6 +13,7 @@ from disagg_kv.core import (
     Forgotten,
     Greeted,
     Hello,
+    KnownPeer,
     LinkBudget,
     Lost,
     Options,
@@ -43,39 +44,39 @@ def hello(n: int, dst: bytes = ME) -> Hello:
     )  # fmt: skip
 
 
-def table(most: float, limit: float = inf, peers: int = 16) -> PeerTable:
+def table(most: float, limit: float = inf, peers: int = 16) -> PeerTable[KnownPeer]:
     def own(dst: bytes) -> Hello:
         return hello(1, dst)
 
-    return PeerTable(ME, "p1", own, lambda _: None, Options(peers=peers), LinkBudget(most, limit))
+    return PeerTable(ME, "p1", own, lambda _: None, KnownPeer, Options(peers=peers), LinkBudget(most, limit))
 
 
-def meet(a: PeerTable, *numbers: int, now: float = 0.0) -> list[PeerEffect]:
+def meet(a: PeerTable[KnownPeer], *numbers: int, now: float = 0.0) -> list[PeerEffect]:
     return [effect for n in numbers for effect in a.on_hello(hello(n), now + n / 100)]
 
 
-def tick(a: PeerTable, now: float) -> list[PeerEffect]:
+def tick(a: PeerTable[KnownPeer], now: float) -> list[PeerEffect]:
     """What is due, but for the ``Hello`` frames to peers that may not know us."""
     effects = a.tick(now)
     a.check_integrity()
     return [e for e in effects if not (isinstance(e, SendTo) and isinstance(e.frame, Hello))]
 
 
-def use(a: PeerTable, n: int, now: float) -> None:
+def use(a: PeerTable[KnownPeer], n: int, now: float) -> None:
     assert a.use(epoch(n), now) is not None
 
 
-def release(a: PeerTable, n: int) -> None:
+def release(a: PeerTable[KnownPeer], n: int) -> None:
     peer = a.known(epoch(n))
     assert peer is not None
     a.release(peer)
 
 
 def forgotten(effects: list[PeerEffect]) -> list[Epoch]:
-    return [effect.peer for effect in effects if isinstance(effect, Forgotten)]
+    return [effect.peer.epoch for effect in effects if isinstance(effect, Forgotten)]
 
 
-def two() -> PeerTable:
+def two() -> PeerTable[KnownPeer]:
     """Has forgotten 2, and knows 3."""
     a = table(1)
     meet(a, 2, 3)
@@ -165,7 +166,8 @@ def test_a_peer_that_disconnects_is_forgotten_unless_a_room_uses_it() -> None:
     a = table(16)
     meet(a, 2, 3)
     use(a, 3, 0.1)
-    assert a.on_frame(Disconnected(src=epoch(2), dst=ME), 1.0) == (True, [Forgotten(epoch(2)), Forget("p2")])
+    good, effects = a.on_frame(Disconnected(src=epoch(2), dst=ME), 1.0)
+    assert (good, forgotten(effects), effects[1:]) == (True, [epoch(2)], [Forget("p2")])
     for now in (1.0, 1.1):
         assert a.on_frame(Disconnected(src=epoch(3), dst=ME), now) == (True, [])
     a.check_integrity()

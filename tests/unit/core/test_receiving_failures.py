@@ -20,7 +20,7 @@ from disagg_kv.core import (
     Scattered,
     Tick,
 )
-from disagg_kv.core.wire.frames import Abort, AbortAck, Drained, DrainedAck, Expected, Landed
+from disagg_kv.core.wire.frames import Abort, Drained, DrainedAck, Expected, Landed
 from disagg_kv.errors import (
     AbortedError,
     DeadlineError,
@@ -233,7 +233,7 @@ def test_a_writer_lost_while_all_has_landed_is_not_waited_for_if_the_room_fails_
 
 
 @pytest.mark.parametrize(
-    ("event", "answer"), [(abort(0), AbortAck), (drained(0), DrainedAck), (Cancel(AbortedError("engine")), None)]
+    ("event", "answer"), [(abort(0), Abort), (drained(0), DrainedAck), (Cancel(AbortedError("engine")), None)]
 )
 def test_doubt_after_landing_asks_the_others_and_the_agreement_stands(
     event: object, answer: type[RoomFrame] | None
@@ -258,7 +258,7 @@ def test_draining_answers_late_frames() -> None:
     room = Room()
     room.say(Cancel(AbortedError("engine")))
     late = [request(0), request(0, Segment(4, 4, 0, 0)), chunk(0, Segment(4, 4, 0, 0)), abort(1)]
-    assert sent(room.say(*late, Decided(False, "x"))) == [(0, Abort), (0, Abort), (1, AbortAck)]
+    assert sent(room.say(*late, Decided(False, "x"))) == [(0, Abort), (0, Abort), (1, Abort)]
 
 
 def test_the_deadline_names_who_is_missing() -> None:

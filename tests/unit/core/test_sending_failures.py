@@ -6,7 +6,7 @@ import pytest
 
 from disagg_kv.core import CastVote, Decided, Gone, Lost, Phase, Quiet, Send, Sending, WriteFailed, Wrote
 from disagg_kv.core.room.flow import WRITE_TRIES
-from disagg_kv.core.wire.frames import Abort, AbortAck, ChunkReady, Drained, DrainedAck, Expect
+from disagg_kv.core.wire.frames import Abort, ChunkReady, Drained, DrainedAck, Expect
 from disagg_kv.errors import (
     AbortedError,
     DeadlineError,
@@ -88,7 +88,7 @@ def test_drained_is_said_only_when_every_write_is_quiet(last: object) -> None:
     assert state(room) is Sending.ABORTING
     assert not room.begin(B)
     assert sent(room.machine.tick(0.2)) == [Abort]
-    assert room.say(AbortAck(**head())) == []
+    assert room.say(abort()) == []
     assert room.machine.tick(9.0) == []
     assert room.say(WriteFailed(B, FINAL, False)) == []
     assert room.say(Quiet(A)) == []

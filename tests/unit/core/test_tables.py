@@ -23,6 +23,7 @@ from disagg_kv.core import (
     Met,
     Offered,
     Options,
+    PeerTable,
     Quiet,
     Readiness,
     ReceiveRoom,
@@ -33,24 +34,28 @@ from disagg_kv.core import (
     WriteFailed,
     Wrote,
 )
+from disagg_kv.core.cells import Table
+from disagg_kv.core.peers.tables import KNOWN, Ended, Known, Replaced, Shut
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.room.machine import Machine
-from disagg_kv.core.room.tables import Table
 from disagg_kv.core.wire.frames import (
     Abort,
-    AbortAck,
     ChunkReady,
     Complete,
+    Disconnected,
     Done,
     Drained,
     DrainedAck,
     Expect,
     Expected,
     Grant,
+    Heartbeat,
+    Hello,
     Landed,
     Queued,
     Return,
     Returned,
+    RoomFrame,
     StagingRequest,
 )
 from disagg_kv.errors import LocalProtocolError, RemoteProtocolError
@@ -58,7 +63,7 @@ from disagg_kv.ids import Epoch, Generation, RoomId
 from tests.support.diagram import diagram
 
 TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, Done, Abort, Drained}
-TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, Complete, Abort, AbortAck, DrainedAck}
+TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, Complete, Abort, DrainedAck}
 HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
@@ -169,7 +174,19 @@ def test_nothing_leads_back_from_failure_and_every_state_can_end(table: Table) -
         assert order[-1] in reached
 
 
-@pytest.mark.parametrize(("table", "start"), [(RECEIVING, Receiving.OPENED), (SENDING, Sending.MOVING)])
+@pytest.mark.parametrize(
+    ("table", "start"), [(RECEIVING, Receiving.OPENED), (SENDING, Sending.MOVING), (KNOWN, Known.UP)]
+)
 def test_the_page_shows_exactly_the_diagram_of_the_table(table: Table, start: Enum) -> None:
     page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
     assert f"```mermaid\n{diagram(table, start)}\n```\n" in page
+
+
+def test_every_event_of_a_peer_has_an_action_in_every_state_and_every_action_is_a_method() -> None:
+    events = {Hello, Heartbeat, RoomFrame, Disconnected, Lost, Ended, Shut, Replaced}
+    assert KNOWN.keys() == {(state, event) for state in Known for event in events}
+    assert {cell.method for cell in KNOWN.values()} == {name for name in dir(PeerTable) if name.startswith("_on_")}
+
+
+def test_nothing_revives_a_peer_that_is_over() -> None:
+    assert all(cell.leads_to == {Known.OVER} for (state, _), cell in KNOWN.items() if state is Known.OVER)

@@ -12,6 +12,7 @@ from disagg_kv.core import Options, Phase, RoomFrame, RoomKey, RoomOutcome, Send
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.wire import frames as f
 from disagg_kv.endpoints.arrivals import PLACE, Absent, Arrivals
+from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import AbortedError, SupersededError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, RoomId
@@ -30,7 +31,7 @@ LATE = Generation(5)
 Answers = dict[type[RoomFrame], type[RoomFrame]]
 REFUSES: Answers = {f.Expect: f.Abort, f.Abort: f.Drained}
 PARKS: Answers = {f.Expect: f.Expected, f.Abort: f.Drained}
-ACKNOWLEDGES: Answers = {f.Abort: f.AbortAck, f.Drained: f.DrainedAck}
+ACKNOWLEDGES: Answers = {f.Abort: f.Abort, f.Drained: f.DrainedAck}
 ANSWERS: dict[tuple[str, Absent | RoomOutcome], Answers] = {
     ("prefill", Absent.OPEN): PARKS,
     ("prefill", Absent.NEW): PARKS,
@@ -48,7 +49,7 @@ ANSWERS: dict[tuple[str, Absent | RoomOutcome], Answers] = {
 }
 """By role and state: the answer to a frame; other frames get none."""
 MET: dict[str, set[type[RoomFrame]]] = {
-    "prefill": {f.Queued, f.Grant, f.Landed, f.Complete, f.AbortAck, f.DrainedAck, f.Returned, f.Expect, f.Abort},
+    "prefill": {f.Queued, f.Grant, f.Landed, f.Complete, f.DrainedAck, f.Returned, f.Expect, f.Abort},
     "decode": {f.Expected, f.StagingRequest, f.Return, f.ChunkReady, f.Done, f.Drained, f.Abort},
 }
 """The frames that each role gets."""
@@ -62,7 +63,7 @@ class Loop:
     options: Options = field(factory=Options)
     epoch: Epoch = US
     now: float = 0.0
-    remotes: Collection[Epoch] = (A, B)
+    there: Collection[Epoch] = (A, B)
     tombstones: Tombstones = field(factory=Tombstones)
     observer: Recorder = field(factory=Recorder)
     sent: list[Send] = field(factory=list)
@@ -75,6 +76,10 @@ class Loop:
     @property
     def ranks(self) -> Loop:
         return self
+
+    def all_there(self) -> list[PeerSession]:
+        hello = dict.fromkeys(f.Hello.__struct_fields__)
+        return [PeerSession(f.Hello(**{**hello, "src": epoch}), 0.0, True) for epoch in self.there]  # type: ignore[arg-type]
 
     def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
         for epoch in epochs:
@@ -166,7 +171,7 @@ def test_one_that_comes_again_takes_the_place_of_the_earlier_one() -> None:
 
 
 def test_number_and_bytes_are_bounded_and_are_free_again() -> None:
-    loop = Loop(options=Options(parked=4, silence_s=5.0), remotes=(A,))
+    loop = Loop(options=Options(parked=4, silence_s=5.0), there=(A,))
     kept = arrivals(loop)
     assert parks(kept, loop, expect(ROOM, nbytes=2 * PLACE))
     assert not parks(kept, loop, expect(OTHER, nbytes=PLACE)), "too many bytes"
@@ -194,7 +199,7 @@ def test_one_peer_takes_a_quarter_while_others_are_known() -> None:
 
 def test_a_room_that_is_over_gives_its_place_to_one_that_is_awaited() -> None:
     """The oldest first; what is awaited gives its place to none."""
-    loop = Loop(options=Options(parked=2), remotes=(A,))
+    loop = Loop(options=Options(parked=2), there=(A,))
     kept = arrivals(loop)
     for number, room in enumerate((ROOM, OTHER, THIRD)):
         kept.answer(abort(room, reason=room.decode(), generation=number))

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from disagg_kv.channels import InprocChannel
-from disagg_kv.core import Codec, Hello, KnownPeer, Options, Phase
+from disagg_kv.core import Codec, Hello, Options, Phase
 from disagg_kv.core.wire.frames import Expected
 from disagg_kv.endpoints.peers.background import HelperThreads, Inline
 from disagg_kv.endpoints.peers.connections import EARLY_BYTES, OVERDUE_S, READY_S, Connections, ConnectResult
@@ -458,9 +458,9 @@ def test_a_peer_that_its_transport_has_lost_is_not_taken_for_one_that_was_silent
     counted(rig).reports.append(node.reach(decodes[0].endpoint.driver.loop.me.epoch))
     rig.wait(3.0)
     assert counted(rig).connects == 1
-    assert not node.remotes
+    assert not list(node.all_there())
     # It is told, and each of its frames is no other loss.
-    assert not decodes[0].endpoint.driver.loop.remotes
+    assert not list(decodes[0].endpoint.driver.loop.all_there())
     assert prefills[0].observer.counters["peers.lost"] == 1
 
 
@@ -496,7 +496,7 @@ def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCapt
     links = prefills[0].endpoint.driver.loop.connections
     assert prefills[0].observer.counters["disconnects.failed"] == 1
     assert "it does not let go" in caplog.text
-    assert [link.session.known.hello.instance for link in links._owners.values()] == ["E"]
+    assert [link.session.hello.instance for link in links._owners.values()] == ["E"]
 
 
 # Links alone.
@@ -511,7 +511,7 @@ def ups(rig: Rig, number: int) -> tuple[list[PeerSession], list[InprocTransport]
     """Some peers that can be connected."""
     there = [InprocTransport() for _ in range(number)]
     said = [msgspec.structs.replace(hello_of(rig), src=os.urandom(16), descriptor=t.local_descriptor()) for t in there]
-    return [PeerSession(KnownPeer(hello, 0.0, True)) for hello in said], there
+    return [PeerSession(hello, 0.0, True) for hello in said], there
 
 
 def link_of(session: PeerSession) -> Peer:
@@ -548,7 +548,7 @@ def test_an_attempt_that_never_returns_fails() -> None:
     assert links.begin(up) is None
     later.jobs.pop()()
     (linked,) = links.results()
-    assert linked.link == link_of(up) == transport.peer_of(up.known.hello.descriptor)
+    assert linked.link == link_of(up) == transport.peer_of(up.hello.descriptor)
 
 
 @pytest.mark.parametrize("overdue", [False, True])
@@ -593,7 +593,7 @@ def test_frames_that_wait_for_connections_are_bounded_together() -> None:
     links, (peers, _there) = made(later, FakeClock(), Counted()), ups(rig_of_one(), 3)
 
     def hold(up: PeerSession) -> None:
-        frame = Expected(src=up.known.epoch, dst=Epoch(bytes(16)), room=b"room", generation=1, parked=False)
+        frame = Expected(src=up.epoch, dst=Epoch(bytes(16)), room=b"room", generation=1, parked=False)
         for _ in range(64):
             assert links.hold(up, frame, 1 << 20, lambda _: None)
 

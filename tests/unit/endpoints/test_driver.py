@@ -72,7 +72,7 @@ class Pair:
     def __init__(self, channels: Iterator[Channel], observer: Raising | None, *, threads: bool) -> None:
         where = StaticRendezvous()
         environment = Environment(thread=threads)
-        options = Options(silence_s=LONG_S, total_s=LONG_S, retry_s=LONG_S, retry_most_s=LONG_S)
+        options = Options(silence_s=LONG_S, total_s=LONG_S, retry_s=LONG_S)
         pools = [PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=16) for _ in range(2)]
         self.sender = PrefillEndpoint(
             pools[0], transport=ShmTransport(), channel=next(channels), instance="P", rendezvous=where,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
-from disagg_kv.core import MAX_AUX, Codec, Hello, KnownPeer, Options, Phase
+from disagg_kv.core import MAX_AUX, Codec, Hello, Options, Phase
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.room.machine import Machine
 from disagg_kv.core.room.tables import RECEIVING, SENDING, Receiving, Sending
@@ -256,7 +256,7 @@ def test_exits_of_processes_are_noticed() -> None:
         pid, started = map(int, child.stdout.readline().split())
         running = msgspec.structs.replace(hello, pid=pid, started=started)
         said = [running, running, hello, msgspec.structs.replace(running, host="elsewhere"), running]
-        alive, other, own, far, late = (PeerSession(KnownPeer(one, 0.0, True)) for one in said)
+        alive, other, own, far, late = (PeerSession(one, 0.0, True) for one in said)
         for session in (alive, other, alive, own, far):
             exits.watch(session)
         assert exits.ended() == []
@@ -476,7 +476,7 @@ def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.Monkey
     for turn in range(2):
         for number, decodes in enumerate(instances):
             rig.request(f"{turn} {number}", prefills, decodes, 8).start().landed()
-    assert all(0 < len(decodes[0].endpoint._side._chooser._chosen) <= 2 for decodes in instances)
+    assert all(0 < len(decodes[0].endpoint._side._expectations._chooser._chosen) <= 2 for decodes in instances)
     assert len(_views) <= 2
     rig.quiet()
 

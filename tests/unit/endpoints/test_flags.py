@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import attrs
 import msgspec
 import pytest
 
-from disagg_kv.core import Alone, Codec, Options, Phase, Verify
+from disagg_kv.core import Alone, Codec, Hello, Options, Phase, Verify
 from disagg_kv.core.wire.frames import Expect, WireFlags
 from disagg_kv.endpoints import Reception
 from disagg_kv.endpoints.decode.flags import FlagPage
 from disagg_kv.endpoints.peers import mapping
 from disagg_kv.endpoints.peers.mapping import BLOCK, BLOCK_BYTES
+from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import PeerLostError, RemoteProtocolError, TransportError
-from disagg_kv.ids import Epoch, Peer
+from disagg_kv.ids import Peer
 from disagg_kv.memory import new_buffer
 from disagg_kv.memory.flag import raise_flags
 from disagg_kv.transports import InprocTransport, ShmTransport, SupportsFlags, combine
@@ -24,8 +26,6 @@ from disagg_kv.transports.flags import SLOT_WORDS, HostFlags, Record, raised, wo
 from disagg_kv.transports.memfd import FlagPlace
 from tests.support.device_copies import SPEC, DeviceKernels
 from tests.support.rig import Memory, Request, Rig, tp_shards
-
-A, B = Epoch(b"a" * 16), Epoch(b"b" * 16)
 
 
 def scene(prefill_tp: int = 1, *, options: Options | None = None, memory: Memory | None = None) -> tuple[Rig, Request]:
@@ -360,37 +360,44 @@ def test_pages_of_a_room_that_had_everything_are_free_whatever_becomes_of_prefil
 # The page.
 
 
+def two_peers() -> tuple[PeerSession, PeerSession]:
+    hello = cast("Hello", None)  # a page asks for no name
+    return PeerSession(hello, 0.0, True), PeerSession(hello, 0.0, True)
+
+
 def test_blocks_stay_with_their_process_until_it_has_ended() -> None:
+    a, b = two_peers()
     page = FlagPage(new_buffer(2 * BLOCK_BYTES, "cpu"))
-    one = page.issue([A])
-    two = page.issue([A])
-    assert page.issue([B]) == () == page.issue([A, B])
+    one = page.issue([a])
+    two = page.issue([a])
+    assert page.issue([b]) == () == page.issue([a, b])
     page.take_back(one)
-    assert page.issue([B]) == (), "it may still raise a flag there"
-    page.check_integrity(two)
-    page.gone(A)
-    (again,) = page.issue([B])
+    assert page.issue([b]) == (), "it may still raise a flag there"
+    page.check_integrity(two, (a, b))
+    page.gone(a)
+    (again,) = page.issue([b])
     assert (again[0], again[2]) == (one[0][0], 1 + 2 * BLOCK), "a value was used twice"
-    assert page.issue([B]) == ()
+    assert page.issue([b]) == ()
     page.take_back(two)
-    assert page.issue([B]) != (), "the process that had it is gone"
+    assert page.issue([b]) != (), "the process that had it is gone"
 
 
 def test_blocks_of_a_process_whose_link_was_dropped_are_for_others() -> None:
     """Nothing shows the end of a process that has no link. Blocks that rooms use stay."""
+    a, b = two_peers()
     page = FlagPage(new_buffer(2 * BLOCK_BYTES, "cpu"))
-    one, two = page.issue([A]), page.issue([A])
+    one, two = page.issue([a]), page.issue([a])
     page.take_back(one)
-    page.forget(A)
-    issued = page.issue([B])
+    page.forget(a)
+    issued = page.issue([b])
     assert len(issued) == 1, "the slots are lost"
     again = issued[0]
     assert (again[0], again[2]) == (one[0][0], 1 + 2 * BLOCK)
-    assert page.issue([B]) == ()
+    assert page.issue([b]) == ()
     page.take_back(two)
-    assert page.issue([A]) != ()
-    page.forget(B)
-    page.check_integrity([*two, again])
+    assert page.issue([a]) != ()
+    page.forget(b)
+    page.check_integrity([*two, again], (a, b))
 
 
 def test_a_record_does_not_change_under_its_reader() -> None:

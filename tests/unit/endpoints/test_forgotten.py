@@ -9,6 +9,7 @@ import pytest
 from disagg_kv.channels import Channel
 from disagg_kv.core import Codec, Options, Phase, Tombstones
 from disagg_kv.core.wire.frames import Complete, Decision, Expect, Frame, RoomFrame, Vote
+from disagg_kv.endpoints.loop.timing import MOST
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Generation, RoomId
 from tests.support.rig import Memory, Rig, tp_shards
@@ -164,3 +165,20 @@ def test_a_generation_says_which_room_it_is() -> None:
     many_end(rig)
     handle = rig.request("next", rig.prefills, decodes, 8).open_decode().receives[0]
     assert handle._key.generation == Generation(OTHERS + 1)
+
+
+def test_rooms_that_failed_before_prefill_was_found_are_not_awaited_and_told_over_several_steps() -> None:
+    """However many they are, a step tells no more of them than its budget allows, and other rooms go on."""
+    rig = Rig(SPEC)
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    given_up = [rig.request(f"{n}", [], decodes, 8).open_decode().receives[0] for n in range(MOST + 50)]
+    for handle in given_up:
+        handle.abort("no time left")
+    end = decodes[0].endpoint
+    rig.until(lambda: all(handle.phase is Phase.FAILED for handle in given_up), "the failures")
+    assert (end.open_rooms, len(end.inspect().rooms)) == (0, len(given_up)), "closing would wait for them"
+    discovery = end._side._discovery
+    prefills = rig.prefill(tp_shards(SPEC, 1))
+    rig.until(lambda: bool(discovery.untold or discovery.outcomes), "more than one step can tell")
+    rig.until(lambda: not end.inspect().rooms, "all to have been told")
+    rig.request("next", prefills, decodes, 8).start(8).released().done()

@@ -69,7 +69,7 @@ def scene(
 
 def refusal(rig: Rig) -> str:
     """Why the prefill rank does not work with the second one."""
-    sessions = rig.prefills[0].endpoint.driver.loop.sessions._sessions.values()
+    sessions = rig.prefills[0].endpoint.driver.loop.peers.all()
     return " ".join(str(session.failed) for session in sessions)
 
 
@@ -107,7 +107,7 @@ def test_the_end_of_one_that_named_another_is_not_the_other_s(
     rig.request("after", rig.prefills, first, 12).start(12).released().done()
     owner = first[0].endpoint.driver.loop.me.epoch
     assert list(prefill.driver.loop.connections.linked()) == [owner]
-    assert [link.session.known.epoch for link in prefill.driver.loop.connections._owners.values()] == [owner]
+    assert [link.session.epoch for link in prefill.driver.loop.connections._owners.values()] == [owner]
     prefill.confirm_terminated(owner)
     rig.until(lambda: not prefill.driver.loop.connections.linked(), "the end")
     assert not prefill.driver.loop.connections._owners

@@ -11,6 +11,7 @@ from disagg_kv.core import Options
 from disagg_kv.core.wire.frames import Expect
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.decode.path_choice import UNSAID
+from disagg_kv.errors import PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels
@@ -226,8 +227,9 @@ def test_what_a_lost_rank_has_said_is_forgotten() -> None:
     rig = Rig(SPEC)
     prefills, decodes = ranks(rig, kernels=(Queueing(),))
     taken(rig, prefills, decodes, "first")
-    chooser, epoch = decodes[0].endpoint._side._chooser, prefills[0].endpoint._loop.me.epoch
-    assert chooser._unmapped == {epoch: ""}
-    decodes[0].endpoint._side.forget(epoch)
-    assert not chooser._unmapped
-    assert not chooser._chosen
+    loop, epoch = decodes[0].endpoint.driver.loop, prefills[0].endpoint.driver.loop.me.epoch
+    session = loop.peers.known(epoch)
+    assert session is not None
+    assert session.unmapped == ""
+    loop.lose(epoch, PeerLostError("said"))
+    assert session.unmapped is None

@@ -8,10 +8,10 @@ import pytest
 from attrs import evolve
 
 from disagg_kv.core import Options
-from disagg_kv.endpoints import DecodeEndpoint, PeerInfo, PrefillEndpoint, RecoveringReceiver, Retry, format_peers
+from disagg_kv.endpoints import DecodeEndpoint, PeerInfo, PrefillEndpoint, RecoveringReceiver, Retry
 from disagg_kv.errors import PeerLostError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.ids import Epoch, Rank
+from disagg_kv.ids import Epoch
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport
@@ -210,39 +210,3 @@ def test_a_receiver_that_tries_again_passes_both_on() -> None:
     outer.confirm_terminated(only(end).epoch.hex())
     rig.until(lambda: end.usage().ring_used_bytes == 0, "the evidence")
     assert not outer.peers()
-
-
-def test_the_report_has_a_line_for_each_peer() -> None:
-    """Full epochs, bytes and rooms, in columns."""
-    rig = Rig(SPEC, options=OPTIONS)
-    request = lost(rig, "staged")
-    end = request.decodes[0].endpoint
-    rig.prefill(tp_shards(SPEC, 1), "Q", strategy="staged")
-    rig.request("next", rig.prefills[1:], request.decodes, 12, "Q").start(12).released()
-    peer = next(p for p in end.peers() if p.instance == "P")
-    head, first, second = format_peers(end.peers()).splitlines()
-    assert head.split() == ["peer", "state", "transport", "silent", "s", "ring", "B", "pages", "B", "slots", "B",
-                            "rooms", "address", "host", "pid", "epoch"]  # fmt: skip
-    of_q, of_p = sorted((first, second), key=lambda line: line.startswith("P/0"))
-    assert of_q.startswith("Q/0")
-    for text in (
-        "P/0",
-        "lost",
-        str(peer.ring_bytes),
-        request.room.decode(),
-        peer.address,
-        str(peer.pid),
-        peer.epoch.hex(),
-    ):
-        assert text in of_p.split(), (text, of_p)
-    assert format_peers([]) == "no peer is connected, and none holds memory"
-
-
-def test_what_a_peer_says_of_itself_cannot_break_the_report() -> None:
-    """Names, hosts and addresses come from other processes: none of them makes lines, columns or colours."""
-    bad = "a b\nc\x1b[31m"
-    peer = PeerInfo(bad, Rank(0), f"unix:///{bad}", Epoch(bytes(16)), bad, 7, "connected", 0.0)
-    head, line = format_peers([peer]).splitlines()
-    assert line.isprintable()
-    assert "unix:///a_b?c?[31m" in line.split()
-    assert len(line.split()) == len(head.replace(" s", "").replace(" B", "").split()) + bad.count(" ")

@@ -14,7 +14,7 @@ from disagg_kv.core import Codec, Phase
 from disagg_kv.core.peers.refusals import MAX_REFUSED, Refusals, RefusedIncarnation
 from disagg_kv.core.room import draining
 from disagg_kv.core.room.flow import room_head
-from disagg_kv.core.wire.frames import Abort, AbortAck, Heartbeat
+from disagg_kv.core.wire.frames import Abort, Complete, Heartbeat
 from disagg_kv.endpoints.decode import rooms
 from disagg_kv.errors import AbortedError, IncompatiblePeerError, TransportError
 from disagg_kv.geometry import CacheSpec
@@ -187,7 +187,7 @@ def test_no_other_frame_of_a_refused_life_is_accepted(rig: Rig) -> None:
     ours, theirs = rig.prefills[0].endpoint.driver.loop.me.epoch, loop.me.epoch
     dropped = table.dropped
     head = room_head(theirs, ours, RoomId(b"room"), Generation(9))
-    frames = [Heartbeat(src=theirs, dst=ours, ask=True), AbortAck(**head)]
+    frames = [Heartbeat(src=theirs, dst=ours, ask=True), Complete(**head)]
     assert [table.on_frame(frame, rig.clock()) for frame in frames] == [(False, []), (False, [])]
     assert table.dropped == dropped + 2
     abort = Abort(**head, reason="")

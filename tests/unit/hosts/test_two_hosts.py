@@ -27,7 +27,7 @@ needs_mooncake = pytest.mark.skipif(
 )
 TRANSPORTS = [pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
 
-QUICK = Options(silence_s=8.0, heartbeat_s=0.1, retry_s=0.1, retry_most_s=0.5)
+QUICK = Options(silence_s=8.0, heartbeat_s=0.1, retry_s=0.05)
 """A process that only waits for a core is not silent for so long."""
 
 KEPT = {"mooncake": 3}

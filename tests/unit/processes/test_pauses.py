@@ -40,8 +40,7 @@ OPTIONS = Options(
     closed_s=PAUSE_S / 3,
     heartbeat_s=PAUSE_S / 20,
     total_s=5 * PAUSE_S,
-    retry_s=0.05,
-    retry_most_s=PAUSE_S / 2,
+    retry_s=PAUSE_S / 20,
 )
 LATE_S = 60.0
 """What a busy host may add to a deadline before it is called a hang."""

@@ -10,6 +10,7 @@ from ...errors import About, DisaggKVError
 from ...ids import Epoch
 from ..base import Options
 from ..wire.frames import Hello
+from .tables import Known
 
 FORGET_AFTER = 20
 """A lost peer is forgotten after this multiple of ``silence_s``; after ``silence_s`` if its connection is broken."""
@@ -17,11 +18,12 @@ FORGET_AFTER = 20
 
 @define(eq=False)
 class KnownPeer:
-    """One incarnation of a peer. ``lost`` is True, too, once the table has forgotten it.
+    """One incarnation of a peer.
 
     Args:
         hello: its first ``Hello``; ``last_frame_at`` is the time of its last frame.
         proved: it has named our epoch.
+        state: see :mod:`.tables`.
         users: how many rooms use it.
         used_since: since when they do; None: none does.
         idle_since: when it was used for the last time.
@@ -29,10 +31,7 @@ class KnownPeer:
         closed: when the connection to its address broke; None: it is not broken.
         greeted: when it last sent ``Hello`` although it knew us.
         greet_until: it was lost, and gets ``Hello`` with its heartbeats until this time.
-        shut: a transport does not connect the two sides. Until this time frames of the peer are answered with
-            ``Refused`` and do not revive it.
-        shut_for: the reason of ``shut``.
-        lost: it is silent, was reported lost, or is not in the table any more.
+        shut_until, shut_for: when it is not shut any more, and why it is.
         lost_at: when it was lost.
         ended: it has closed, or its process has ended: observed, or confirmed by an operator.
         replaced: another incarnation has taken its address.
@@ -41,6 +40,7 @@ class KnownPeer:
     hello: Hello
     last_frame_at: float
     proved: bool
+    state: Known = Known.UP
     users: int = 0
     used_since: float | None = None
     idle_since: float = -inf
@@ -48,9 +48,8 @@ class KnownPeer:
     closed: float | None = None
     greeted: float = -inf
     greet_until: float = -inf
-    shut: float = -inf
+    shut_until: float = -inf
     shut_for: DisaggKVError | None = None
-    lost: bool = False
     lost_at: float = -inf
     ended: bool = False
     replaced: bool = False
@@ -61,9 +60,14 @@ class KnownPeer:
         return Epoch(self.hello.src)
 
     @property
+    def lost(self) -> bool:
+        """Whether no room may be bound to it."""
+        return self.state is not Known.UP
+
+    @property
     def over(self) -> bool:
         """Whether it never returns."""
-        return self.ended or self.replaced
+        return self.state is Known.OVER
 
     @property
     def name(self) -> str:

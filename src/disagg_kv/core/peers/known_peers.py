@@ -8,8 +8,9 @@ room uses, see :class:`IdlePeers`. It may return: its address is remembered, and
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
+from typing import Generic, TypeVar
 
 from attrs import frozen
 
@@ -19,6 +20,9 @@ from ..timers import Timers
 from ..wire.frames import Hello
 from .known_peer import KnownPeer
 from .peer_effects import Forgotten, PeerEffect, is_older
+
+P = TypeVar("P", bound=KnownPeer)
+"""What there is of one incarnation: its owner may know more of it than the table does."""
 
 NEVER = ""
 """In place of the address of an incarnation that never returns."""
@@ -39,38 +43,38 @@ class LinkBudget:
     rest_s: float = 1.0
 
 
-class IdlePeers:
+class IdlePeers(Generic[P]):
     """Peers that no room uses: first those that are lost, then those that have never named our epoch, then the others.
 
     Of each kind the one that was used longest ago comes first. All calls cost the same for any number of peers.
     """
 
     def __init__(self) -> None:
-        self._kinds: tuple[OrderedDict[KnownPeer, None], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
+        self._kinds: tuple[OrderedDict[P, None], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
 
-    def put(self, peer: KnownPeer, now: float) -> None:
+    def put(self, peer: P, now: float) -> None:
         """A peer was used for the last time, or is lost."""
         self.remove(peer)
         peer.idle_since = -inf if peer.lost else now
         self._kinds[0 if peer.lost else 1 + peer.proved][peer] = None
 
-    def remove(self, peer: KnownPeer) -> None:
+    def remove(self, peer: P) -> None:
         """A room uses it, or it is forgotten."""
         for kind in self._kinds:
             kind.pop(peer, None)
 
-    def first(self) -> KnownPeer | None:
+    def first(self) -> P | None:
         """The one that makes room first; None: rooms use all."""
         return next((peer for kind in self._kinds for peer in kind), None)
 
-    def check_integrity(self, idle: set[KnownPeer]) -> None:
+    def check_integrity(self, idle: set[P]) -> None:
         """Raise AssertionError unless it has exactly these, each where it belongs."""
         assert set().union(*self._kinds) == idle, "a peer in use may be forgotten, or an idle one may not"
         for kind, peers in enumerate(self._kinds):
             assert all(kind == (0 if peer.lost else 1 + peer.proved) for peer in peers)
 
 
-class KnownPeers:
+class KnownPeers(Generic[P]):
     """The base of :class:`~.peer_table.PeerTable`: it knows incarnations, and forgets them; it sends nothing.
 
     Args:
@@ -83,12 +87,12 @@ class KnownPeers:
     def __init__(self, options: Options, budget: LinkBudget) -> None:
         self._options = options
         self.budget = budget
-        self._peers: dict[Epoch, KnownPeer] = {}
-        self._at: dict[str, KnownPeer] = {}
-        self.addresses: Mapping[str, KnownPeer] = self._at
+        self._peers: dict[Epoch, P] = {}
+        self._at: dict[str, P] = {}
+        self.addresses: Mapping[str, P] = self._at
         """The last incarnation at each address, lost or not; read only."""
-        self._idle = IdlePeers()
-        self._timers: Timers[KnownPeer | str] = Timers()  # an address: its connection is dropped, unless it is used
+        self._idle: IdlePeers[P] = IdlePeers()
+        self._timers: Timers[P | str] = Timers()  # an address: its connection is dropped, unless it is used
         self._forgotten: OrderedDict[Epoch, str] = OrderedDict()
         self._now = 0.0
         self._caught_up = inf
@@ -105,9 +109,13 @@ class KnownPeers:
         peer = self._at.get(address)
         return peer.epoch if peer is not None and not peer.lost else None
 
-    def known(self, epoch: Epoch) -> KnownPeer | None:
+    def known(self, epoch: Epoch) -> P | None:
         """The entry of an incarnation; None: it is unknown or forgotten. From any thread."""
         return self._peers.get(epoch)
+
+    def all(self) -> Sequence[P]:
+        """Every incarnation that is known, in the order of their first ``Hello``. From any thread."""
+        return list(self._peers.values())  # one step
 
     def ended(self, epoch: bytes) -> bool:
         """Whether the process of an incarnation is known to have ended."""
@@ -123,7 +131,7 @@ class KnownPeers:
         peer = self._peers.get(epoch)
         return peer is not None and not peer.lost and (peer.used_since is None or self._answers(peer, now))
 
-    def _answers(self, peer: KnownPeer, now: float) -> bool:
+    def _answers(self, peer: P, now: float) -> bool:
         return now - peer.heard <= self._options.missed * self._options.heartbeat_s
 
     def _stale(self, hello: Hello) -> bool:
@@ -131,15 +139,11 @@ class KnownPeers:
         there = self._at.get(hello.address)
         return there is not None and not there.ended and is_older(hello, there.hello)
 
-    def _drop(self, peer: KnownPeer, *, returns: bool) -> list[PeerEffect]:
-        """Forget an incarnation, once no room uses it: what it may still write to waits for evidence about it.
-
-        One whose process has ended never ``returns``.
-        """
-        address, peer.lost = peer.hello.address, True
+    def _drop(self, peer: P) -> list[PeerEffect]:
+        """Forget an incarnation, once no room uses it: what it may still write to waits for evidence about it."""
+        address = peer.hello.address
         if self._at.get(address) is peer:
             del self._at[address]
-        peer.replaced |= not returns
         if peer.users:
             self._schedule(peer)
             return []
@@ -149,9 +153,9 @@ class KnownPeers:
         self._forgotten[peer.epoch] = NEVER if peer.over else address
         while len(self._forgotten) > self.MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
-        return [Forgotten(peer.epoch)]
+        return [Forgotten(peer)]
 
-    def _schedule(self, peer: KnownPeer, least: float = -inf) -> None:
+    def _schedule(self, peer: P, least: float = -inf) -> None:
         """Set when something may be due for a peer; a frame that arrives before only postpones it."""
         due = peer.due_at(self._options, self._now)
         self._timers.schedule(peer, None if due is None else max(least, due))

@@ -8,6 +8,7 @@ from ...errors import DisaggKVError
 from ...ids import Epoch
 from ..base import Lost
 from ..wire.frames import Frame, Hello
+from .known_peer import KnownPeer
 
 
 @frozen
@@ -56,7 +57,7 @@ class Forget:
 class Forgotten:
     """No room uses this incarnation: drop all that there is of it."""
 
-    peer: Epoch
+    peer: KnownPeer
 
 
 PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget | Forgotten

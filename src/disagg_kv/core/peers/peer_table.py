@@ -4,9 +4,8 @@ An incarnation is named by its epoch. ``Hello`` is repeated towards an address u
 that names our epoch. A frame for another incarnation of ours, or from an unknown one, is counted and dropped. The
 answer is a ``Hello``, at most once a second per address.
 
-A lost incarnation stays lost once another one takes its address. One that was only silent is revived by its next frame.
-One whose process has ended is never revived, even if frames of it arrive later. The ``Hello`` of an incarnation never
-changes, but for its receiver.
+What a frame, or a loss, does to an incarnation depends on its state: see :mod:`.tables`. The ``Hello`` of an
+incarnation never changes, but for its receiver.
 
 **Heartbeats.** A peer is *in use* while a room here depends on it (:meth:`PeerTable.use`). Only the silence of such a
 peer matters, so only it is measured, from the peer's last frame or from the beginning of the use. A peer in use that
@@ -43,18 +42,18 @@ from ...errors import (
 )
 from ...ids import Epoch
 from ..base import Lost, Options
-from ..wire.frames import VERSION, Disconnected, Frame, Heartbeat, Hello, Refused, words
+from ..wire.frames import VERSION, Disconnected, Frame, Heartbeat, Hello, Refused, RoomFrame, words
 from .dials import RECHECK_S, ROUNDING_S, Dials
-from .known_peer import KnownPeer
-from .known_peers import NEVER, KnownPeers, LinkBudget
+from .known_peers import NEVER, KnownPeers, LinkBudget, P
 from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up
 from .refusals import ENDINGS, LINK, LINKS, Answers, Refusals, RefusedIncarnation, error_of, refusal
+from .tables import KNOWN, Ended, Known, Replaced, Shut
 
 GREETINGS = 4
 """About this many heartbeats to a revived peer come with a ``Hello``: a single one might be lost."""
 
 
-class PeerTable(KnownPeers):
+class PeerTable(KnownPeers[P]):
     """All peers, and the addresses that are being dialled.
 
     Args:
@@ -62,6 +61,7 @@ class PeerTable(KnownPeers):
         address: our channel's address.
         hello: makes our ``Hello`` towards an incarnation (empty: not known).
         admit: raises IncompatiblePeerError or RemoteProtocolError if we cannot work with the sender of a ``Hello``.
+        meet: makes the entry of an incarnation from its first ``Hello``, the time, and whether it has named our epoch.
         options: times, and how many peers there may be.
         budget: of links.
     """
@@ -72,6 +72,7 @@ class PeerTable(KnownPeers):
         address: str,
         hello: Callable[[bytes], Hello],
         admit: Callable[[Hello], None],
+        meet: Callable[[Hello, float, bool], P],
         options: Options,
         budget: LinkBudget = LinkBudget(),  # noqa: B008 - it is frozen
     ) -> None:
@@ -80,13 +81,14 @@ class PeerTable(KnownPeers):
         self._address = address
         self._hello = hello
         self._admit = admit
+        self._new = meet
         self._limit = min(budget.limit, options.peers)
         self._dials = Dials(options, lambda: hello(b""))
         self._answers_to = Answers(self.MAX_FORGOTTEN)
         self._refusals = Refusals()
         self.dropped = self.displaced = 0
 
-    def use(self, epoch: Epoch, now: float) -> KnownPeer | None:
+    def use(self, epoch: Epoch, now: float) -> P | None:
         """A room depends on an incarnation: its silence counts from now on. None: it is not known.
 
         Each call that returns a peer needs a :meth:`release`.
@@ -100,7 +102,7 @@ class PeerTable(KnownPeers):
                 self._schedule(peer)
         return peer
 
-    def release(self, peer: KnownPeer) -> None:
+    def release(self, peer: P) -> None:
         """A room that used an incarnation has ended."""
         peer.users -= 1
         if not peer.users:
@@ -144,18 +146,17 @@ class PeerTable(KnownPeers):
         if (refused := self._refusals.at(address)) is not None:
             return refused.epoch
         there = self._at.get(address)
-        return there.epoch if there is not None and now < there.shut else None
+        return there.epoch if there is not None and now < there.shut_until and not there.over else None
 
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
         """Admit, refresh, revive or refuse the sender of a ``Hello``."""
         epoch = Epoch(hello.src)
         known = self._peers.get(epoch)
-        over = self._forgotten.get(epoch) == NEVER if known is None else known.over
-        if epoch == self._epoch or over:
+        if epoch == self._epoch or self._forgotten.get(epoch) == NEVER:
             self.dropped += 1
             return []
         # A repetition of an admitted Hello need not be checked again; every field but its receiver is compared.
-        if known is None or structs.replace(known.hello, dst=hello.dst) != hello:
+        if known is None or not (known.over or structs.replace(known.hello, dst=hello.dst) == hello):
             try:
                 if hello.version != VERSION:
                     raise IncompatiblePeerError("version", VERSION, hello.version)
@@ -168,35 +169,22 @@ class PeerTable(KnownPeers):
             if known is not None or self._stale(hello):
                 self.dropped += 1
                 return []
-        if known is not None and now < known.shut:
-            self._dials.end(hello.address)
-            return self._tell_shut(known, now)
-        out: list[PeerEffect] = []
-        if known is None:
-            out += self._replace(hello.address)
-            if not self._make_room(now, out):
-                return out + self._refuse(hello, self._used_up(), now)
-        knows = hello.dst == self._epoch
-        if known is None:
-            self._meet(KnownPeer(hello, now, knows), now)
-        if knows:
-            self._dials.end(hello.address)
-        else:
-            out.append(SendTo(hello.address, self._hello(hello.src)))  # before what is sent because of it
-        if known is None:
-            return [*out, Up(hello)]
-        known.last_frame_at = now
-        if known.lost:
-            out += self._revive(known, now)
-        elif known.proved and now - known.greeted >= self._options.closed_s:
-            # Not at the end of the handshake, and not each time: a Greeted makes work for a peer that is behind.
-            known.greeted = now
-            out.append(Greeted(epoch))
-        known.proved |= knows
-        self._rest(known, now)
-        return out
+        if known is not None:
+            return self._handle(known, hello, now)
+        out = self._replace(hello.address, now)
+        if not self._make_room(now, out):
+            return out + self._refuse(hello, self._used_up(), now)
+        self._meet(self._new(hello, now, hello.dst == self._epoch), now)
+        return [*out, *self._introduce(hello), Up(hello)]
 
-    def _meet(self, peer: KnownPeer, now: float) -> None:
+    def _introduce(self, hello: Hello) -> list[PeerEffect]:
+        """The sender of a ``Hello`` knows us, or learns who we are."""
+        if hello.dst == self._epoch:
+            self._dials.end(hello.address)
+            return []
+        return [SendTo(hello.address, self._hello(hello.src))]
+
+    def _meet(self, peer: P, now: float) -> None:
         """An incarnation is there that the table did not know."""
         address = peer.hello.address
         self._peers[peer.epoch] = self._at[address] = peer
@@ -208,28 +196,19 @@ class PeerTable(KnownPeers):
             # It knew us, and we had forgotten it: it may wait for rooms that we gave up when we lost it.
             self._greet(peer, now)
 
-    def _rest(self, peer: KnownPeer, now: float) -> None:
+    def _rest(self, peer: P, now: float) -> None:
         """A frame of a peer came, which makes room later now, unless a room uses it: then it makes none."""
         if not peer.users:
             self._idle.put(peer, now)
 
-    def _greet(self, peer: KnownPeer, now: float) -> None:
+    def _greet(self, peer: P, now: float) -> None:
         peer.greet_until, peer.beaten = now + GREETINGS * self._options.heartbeat_s, -inf
         self._schedule(peer)
 
-    def _revive(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
-        """A lost peer has sent a frame. It gets ``Hello``, as it may wait for rooms that we gave up when we lost it."""
-        peer.lost, peer.closed = False, None
-        self._greet(peer, now)
-        return [Up(peer.hello)]
-
-    def _replace(self, address: str) -> list[PeerEffect]:
+    def _replace(self, address: str, now: float) -> list[PeerEffect]:
         """A new incarnation at a known address replaces the old one. This does not prove that its process has ended."""
         old = self._at.get(address)
-        if old is None:
-            return []
-        error = PeerLostError(f"{old.name}: another incarnation has taken its address", **old.who)
-        return [*([] if old.lost else [Lost(old.epoch, error)]), *self._drop(old, returns=False)]
+        return [] if old is None else self._handle(old, Replaced(), now)
 
     def _make_room(self, now: float, out: list[PeerEffect]) -> bool:
         """Make room for a peer; False: rooms use all that there may be."""
@@ -244,10 +223,10 @@ class PeerTable(KnownPeers):
             f"rooms use all {len(self._peers)} peers that there may be: see the options peers and link_descriptors"
         )
 
-    def _forget(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
+    def _forget(self, peer: P, now: float) -> list[PeerEffect]:
         """Forget a peer that no room uses. It learns that if it knows us, and may return."""
         address, told = peer.hello.address, peer.proved and not peer.lost
-        out, self.displaced = self._drop(peer, returns=True), self.displaced + 1
+        out, self.displaced = self._drop(peer), self.displaced + 1
         if not told:
             return [*out, Forget(address)]
         self._timers.schedule(address, now + self._options.heartbeat_s)
@@ -293,38 +272,116 @@ class PeerTable(KnownPeers):
         peer = self._peers.get(epoch)
         if peer is None and frame.dst == self._epoch and self._refusals.ends_a_room(frame):
             return True, []
-        if peer is None or peer.over or frame.dst != self._epoch:
+        if peer is None or (frame.dst != self._epoch and not peer.over):
             self.dropped += 1
-            address = self._forgotten.get(epoch, NEVER) if peer is None else NEVER if peer.over else peer.hello.address
+            address = self._forgotten.get(epoch, NEVER) if peer is None else peer.hello.address
             if address == NEVER or not self._answers_to.may(address, now):
                 return False, []
             if peer is None:  # it answers with its own
                 self._timers.schedule(address, now + self._options.heartbeat_s)
             return False, [SendTo(address, self._hello(b"" if peer is None else frame.src))]
-        if now < peer.shut:
-            # Its frames about rooms count: it may give up some of them. But it stays lost for new rooms.
-            return True, [] if isinstance(frame, ENDINGS) else self._tell_shut(peer, now)
-        peer.last_frame_at, peer.proved = now, True
-        if isinstance(frame, Disconnected):
-            self._rest(peer, now)
-            leaves = not (peer.lost or peer.users or frame.closed)
-            return True, [*self._drop(peer, returns=True), Forget(peer.hello.address)] if leaves else []
-        effects = self._revive(peer, now) if peer.lost else []
-        if not peer.users:
-            self._idle.put(peer, now)
-        if isinstance(frame, Heartbeat) and frame.ask:
-            effects.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch, ask=False)))
-        return True, effects
+        return peer.state is not Known.OVER, self._handle(peer, frame, now)
 
     def shut(self, epoch: Epoch, error: DisaggKVError, now: float) -> list[PeerEffect]:
         """The transport does not reach a peer whose frames arrive: it is lost for ``closed_s`` and gets the reason."""
         peer = self._peers.get(epoch)
-        if peer is None:
-            return []
-        peer.shut, peer.shut_for = now + self._options.closed_s, error
-        return [*self._tell_shut(peer, now), *self.lose(epoch, error)]
+        return [] if peer is None else self._handle(peer, Shut(error), now)
 
-    def _tell_shut(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
+    def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> list[PeerEffect]:
+        """A transport reports the peer lost, or (``ended``) its exit was observed."""
+        peer = self._peers.get(epoch)
+        return [] if peer is None else self._handle(peer, Ended(error) if ended else Lost(epoch, error), self._now)
+
+    # What an event does to an incarnation, by its state.
+
+    def _handle(self, peer: P, event: object, now: float) -> list[PeerEffect]:
+        if peer.state is Known.SHUT and now >= peer.shut_until:
+            peer.state = Known.LOST
+        cell = KNOWN[peer.state, RoomFrame if isinstance(event, RoomFrame) else type(event)]
+        effects: list[PeerEffect] = getattr(self, cell.method)(peer, event, now)
+        assert peer.state in cell.leads_to, (cell.action, peer.state)
+        return effects
+
+    def _on_ignore(self, peer: P, event: object, now: float) -> list[PeerEffect]:
+        return []
+
+    def _on_drop(self, peer: P, frame: Frame, now: float) -> list[PeerEffect]:
+        self.dropped += 1
+        return []
+
+    def _on_hello(self, peer: P, hello: Hello, now: float) -> list[PeerEffect]:
+        out, lost = self._introduce(hello), peer.lost
+        peer.last_frame_at = now
+        if lost:
+            out += self._revive(peer, now)
+        elif peer.proved and now - peer.greeted >= self._options.closed_s:
+            # Not at the end of the handshake, and not each time: a Greeted makes work for a peer that is behind.
+            peer.greeted = now
+            out.append(Greeted(peer.epoch))
+        peer.proved |= hello.dst == self._epoch
+        self._rest(peer, now)
+        return out
+
+    def _on_heard(self, peer: P, frame: Frame, now: float) -> list[PeerEffect]:
+        peer.last_frame_at, peer.proved = now, True
+        if not peer.users:
+            self._idle.put(peer, now)
+        return []
+
+    def _on_frame(self, peer: P, frame: Frame, now: float) -> list[PeerEffect]:
+        effects = self._revive(peer, now) if peer.lost else []
+        return effects + self._on_heard(peer, frame, now)
+
+    def _on_heartbeat(self, peer: P, frame: Heartbeat, now: float) -> list[PeerEffect]:
+        effects = self._on_frame(peer, frame, now)
+        if frame.ask:
+            effects.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=peer.epoch, ask=False)))
+        return effects
+
+    def _on_disconnected(self, peer: P, frame: Disconnected, now: float) -> list[PeerEffect]:
+        """It has forgotten us; of one that has closed, the owner of the table says that it is lost."""
+        self._on_heard(peer, frame, now)
+        return [] if peer.users or frame.closed else [*self._drop(peer), Forget(peer.hello.address)]
+
+    def _on_refuse(self, peer: P, frame: Frame, now: float) -> list[PeerEffect]:
+        """Its frames about rooms count: it may give up some of them. But it stays lost for new rooms."""
+        if isinstance(frame, Hello):
+            self._dials.end(frame.address)
+        return [] if isinstance(frame, ENDINGS) else self._tell_shut(peer, now)
+
+    def _on_lost(self, peer: P, lost: Lost, now: float) -> list[PeerEffect]:
+        return self._lose(peer, Known.LOST, lost.error, now)
+
+    def _on_ended(self, peer: P, ended: Ended, now: float) -> list[PeerEffect]:
+        peer.ended = True
+        return self._lose(peer, Known.OVER, ended.error, now)
+
+    def _on_shut(self, peer: P, shut: Shut, now: float) -> list[PeerEffect]:
+        peer.shut_until, peer.shut_for = now + self._options.closed_s, shut.error
+        return [*self._tell_shut(peer, now), *self._lose(peer, Known.SHUT, shut.error, now)]
+
+    def _on_replaced(self, peer: P, replaced: Replaced, now: float) -> list[PeerEffect]:
+        peer.replaced = True
+        error = PeerLostError(f"{peer.name}: another incarnation has taken its address", **peer.who)
+        return [*self._lose(peer, Known.OVER, error, now), *self._drop(peer)]
+
+    def _lose(self, peer: P, state: Known, error: Exception, now: float) -> list[PeerEffect]:
+        """No room may be bound to it from now on; none could before, if it was lost already."""
+        was_lost, peer.state = peer.lost, state
+        if was_lost:
+            return []
+        peer.lost_at = now
+        self._rest(peer, now)
+        self._schedule(peer)
+        return [Lost(peer.epoch, error)]
+
+    def _revive(self, peer: P, now: float) -> list[PeerEffect]:
+        """A lost peer has sent a frame. It gets ``Hello``, as it may wait for rooms that we gave up when we lost it."""
+        peer.state, peer.closed = Known.UP, None
+        self._greet(peer, now)
+        return [Up(peer.hello)]
+
+    def _tell_shut(self, peer: P, now: float) -> list[PeerEffect]:
         """Send the reason as a ``Refused``, at most once a second."""
         hello = peer.hello
         if not self._answers_to.may(hello.address, now):
@@ -360,20 +417,6 @@ class PeerTable(KnownPeers):
             # Perhaps another incarnation listens there now. It does not know us, and can answer only a Hello.
             self._greet(peer, self._now)
 
-    def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> list[PeerEffect]:
-        """A transport reports the peer lost, or (``ended``) its exit was observed: then nothing revives it."""
-        peer = self._peers.get(epoch)
-        if peer is None:
-            return []
-        peer.ended |= ended
-        return [] if peer.lost else [self._lose(peer, error, self._now)]
-
-    def _lose(self, peer: KnownPeer, error: DisaggKVError, now: float) -> Lost:
-        peer.lost, peer.lost_at = True, now
-        self._rest(peer, now)
-        self._schedule(peer)
-        return Lost(peer.epoch, error)
-
     def tick(self, now: float) -> list[PeerEffect]:
         """Repeat dials, send heartbeats, report the peers that are lost, and forget those above the budget."""
         self._now = now
@@ -392,32 +435,32 @@ class PeerTable(KnownPeers):
                 self._schedule(peer, now + RECHECK_S if seen < now else 0.0)
         return out
 
-    def _surplus(self) -> KnownPeer | None:
+    def _surplus(self) -> P | None:
         """The peer that is forgotten next, as there are more than the budget; None: none is."""
         return self._idle.first() if len(self._peers) > self.budget.most else None
 
-    def _look_at_lost(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
+    def _look_at_lost(self, peer: P, now: float) -> list[PeerEffect]:
         """Something may be due for a peer that is lost."""
         if not peer.users and peer.replaced:
-            return self._drop(peer, returns=False)
+            return self._drop(peer)
         if not peer.users and now >= peer.forgotten_at(self._options):
             self._dials.absent(peer.hello.address)
-            return [*self._drop(peer, returns=True), Forget(peer.hello.address)]
+            return [*self._drop(peer), Forget(peer.hello.address)]
         if peer.proved or peer.over or now < peer.beaten + self._options.heartbeat_s:
             return []
         # It may not know us; then it cannot answer the requests of rooms that end.
         peer.beaten = now
         return [SendTo(peer.hello.address, self._hello(peer.epoch))]
 
-    def _look_at(self, peer: KnownPeer, now: float, seen: float) -> list[PeerEffect]:
+    def _look_at(self, peer: P, now: float, seen: float) -> list[PeerEffect]:
         """Something may be due for a peer that is not lost."""
         o, used = self._options, peer.used_since is not None
         if used and seen - peer.heard >= o.silence_s:
             silent = f"{peer.name}: silent for {lasting(seen - peer.heard)}"
-            return [self._lose(peer, PeerLostError(silent, **peer.who), now)]
+            return self._handle(peer, Lost(peer.epoch, PeerLostError(silent, **peer.who)), now)
         if peer.closed is not None and seen - peer.closed >= o.closed_s:
             broke = f"{peer.name}: its connection broke {lasting(now - peer.closed)} ago"
-            return [self._lose(peer, PeerLostError(broke, **peer.who), now)]
+            return self._handle(peer, Lost(peer.epoch, PeerLostError(broke, **peer.who)), now)
         beat_at = peer.beat_at(self._options, now)
         if beat_at is None or now < beat_at - ROUNDING_S:
             return []

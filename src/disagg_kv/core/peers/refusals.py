@@ -107,31 +107,31 @@ class Refusals:
     """The last of these incarnations, at most one per address."""
 
     def __init__(self) -> None:
-        self._incarnations: OrderedDict[Epoch, RefusedIncarnation] = OrderedDict()
+        self._at: OrderedDict[str, RefusedIncarnation] = OrderedDict()
 
     def add(self, incarnation: RefusedIncarnation) -> str | None:
         """Remember an incarnation; returns an address at which none is remembered any more for it, if there is one."""
-        left = self._incarnations.pop(incarnation.epoch, None)
+        before, left = self.get(incarnation.epoch), None
+        if before is not None and before.address != incarnation.address:
+            left = before.address
+            self.discard(left)
         self.discard(incarnation.address)
-        self._incarnations[incarnation.epoch] = incarnation
-        if len(self._incarnations) > MAX_REFUSED:
-            _, left = self._incarnations.popitem(last=False)
-        return None if left is None or left.address == incarnation.address else left.address
+        self._at[incarnation.address] = incarnation
+        if len(self._at) > MAX_REFUSED:
+            left, _ = self._at.popitem(last=False)
+        return left
 
     def discard(self, address: str) -> None:
         """Forget the incarnation at an address: one that can work with us is there."""
-        if (incarnation := self.at(address)) is not None:
-            del self._incarnations[incarnation.epoch]
+        self._at.pop(address, None)
 
     def get(self, epoch: Epoch) -> RefusedIncarnation | None:
         """The entry of an incarnation; None: it is none of them, or forgotten."""
-        return self._incarnations.get(epoch)
+        return next((incarnation for incarnation in self._at.values() if incarnation.epoch == epoch), None)
 
     def at(self, address: str) -> RefusedIncarnation | None:
         """The incarnation at an address that cannot work with us; None: there is none."""
-        return next(
-            (incarnation for incarnation in self._incarnations.values() if incarnation.address == address), None
-        )
+        return self._at.get(address)
 
     def still(self, address: str, now: float) -> DisaggKVError | None:
         """Why the endpoint at an address refused us, if that was a moment ago."""

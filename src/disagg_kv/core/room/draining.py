@@ -23,7 +23,7 @@ from ...ids import Epoch, Generation, Rank, RoomId, room_name
 from ...planning import Segment
 from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Met, Options, Quarantine, Scattered, Send, Tick
 from ..timers import Repeater
-from ..wire.frames import Abort, AbortAck, ChunkReady, Done, Drained, DrainedAck, Head, RoomFrame, StagingRequest, words
+from ..wire.frames import Abort, ChunkReady, Done, Drained, DrainedAck, Head, RoomFrame, StagingRequest, words
 from .inbound import InboundSegment, InboundSegments, Writer
 from .machine import Machine
 from .tables import RECEIVING, Receiving
@@ -136,10 +136,6 @@ class DrainingRoom(Machine[Receiving]):
         w.drained = True
         self._send(w, DrainedAck(**w.head))
 
-    def _on_acknowledge(self, event: Abort) -> None:
-        w = self._writer(event)
-        self._send(w, AbortAck(**w.head))
-
     def _on_gone(self, event: Gone) -> None:
         if (w := self.writers.get(event.peer)) is not None:
             w.gone = True
@@ -161,7 +157,7 @@ class DrainingRoom(Machine[Receiving]):
             w.lost = False
             self._abort(w)
 
-    def _on_answer_abort(self, event: StagingRequest) -> None:
+    def _on_answer_abort(self, event: StagingRequest | Abort) -> None:
         w = self._writer(event)
         self._send(w, Abort(**w.head, reason=words(self.error)))
 

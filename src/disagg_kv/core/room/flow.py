@@ -31,7 +31,6 @@ from ..base import (
 from ..timers import Repeater
 from ..wire.frames import (
     Abort,
-    AbortAck,
     ChunkReady,
     Complete,
     Done,
@@ -429,7 +428,7 @@ class Flow(Machine[Sending]):
             self._unquiet.discard(event.segment)
             self._check_quiet()
 
-    def _on_abort_known(self, event: Abort | AbortAck) -> None:
+    def _on_abort_known(self, event: Abort) -> None:
         self._repeat.stop("abort")
 
     def _on_lost_late(self, event: Lost | Gone) -> None:

@@ -10,8 +10,8 @@ from ...errors import About, DisaggKVError, LocalProtocolError, RemoteProtocolEr
 from ...ids import room_name
 from ...planning import Segment
 from ..base import Effect
+from ..cells import Table
 from ..wire.frames import RoomFrame
-from .tables import Table
 
 S = TypeVar("S", bound=Enum)
 

@@ -65,6 +65,7 @@ from ..wire.frames import (
     StagingRequest,
     WireFlags,
     WirePace,
+    words,
 )
 from ..wire.specs import segment_from_wire, segment_to_wire
 from ..wire.verify import unlike
@@ -403,7 +404,8 @@ class ReceiveRoom(DrainingRoom):
             if isinstance(event, Drained):
                 self._acknowledge_drained(event)
             else:
-                self._on_acknowledge(event)
+                w = self._writer(event)
+                self._send(w, Abort(**w.head, reason=words(reason)))
         self._withdraw(reason)
 
     def _withdraw(self, reason: str) -> None:
@@ -439,7 +441,6 @@ class ReceiveRoom(DrainingRoom):
             self._out += self._repeat.tick(self.now)
 
     def _on_their_abort(self, event: Abort) -> None:
-        self._on_acknowledge(event)
         if tags_differ(event.tag, self.tag):
             other = f"{self._name()}: prefill's tag {event.tag.hex()} is not {self.tag.hex()}"
             self._fail(IntegrityError(other, **self._who(self._writer(event))))

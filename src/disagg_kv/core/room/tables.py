@@ -1,8 +1,7 @@
-"""The transition tables of both state machines. The documentation's diagrams are drawn from them.
+"""The transition tables of both machines of a room.
 
-Rules that hold in every row:
+Rules that hold in every row, beside those of :mod:`..cells`:
 
-* A cell names the method that acts and the states in which it may leave the machine. ``ignore`` only counts.
 * A pair that is not in the table cannot happen; if it does, the machine raises.
 * A terminal outcome never changes. Ended rooms are answered from their tombstone, not from here.
 * Memory that a peer may still write to is released in ``DRAINING`` only on evidence: its part landed, it sent
@@ -11,11 +10,7 @@ Rules that hold in every row:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
-from typing import TypeVar
-
-from attrs import field, frozen
 
 from ..base import (
     Awaited,
@@ -34,9 +29,9 @@ from ..base import (
     WriteFailed,
     Wrote,
 )
+from ..cells import Table, table
 from ..wire.frames import (
     Abort,
-    AbortAck,
     ChunkReady,
     Complete,
     Done,
@@ -78,37 +73,10 @@ class Sending(Enum):
     CLOSED = "closed"
 
 
-S = TypeVar("S", bound=Enum)
-
-
-@frozen
-class Cell:
-    """What happens, by which method, and where it may lead."""
-
-    action: str
-    leads_to: frozenset[Enum]
-    method: str = field(init=False)
-
-    @method.default
-    def _method(self) -> str:
-        return f"_on_{self.action}"
-
-
-Table = Mapping[tuple[Enum, type], Cell]
-
-
-def _table(rows: Mapping[S, Mapping[type, tuple[str, tuple[S, ...]]]]) -> Table:
-    return {
-        (state, event): Cell(action, frozenset(leads_to) or frozenset({state}))
-        for state, row in rows.items()
-        for event, (action, leads_to) in row.items()
-    }
-
-
 R = Receiving
 _FAILS = (R.DRAINING, R.CLOSED)
 
-RECEIVING: Table = _table(
+RECEIVING: Table = table(
     {
         R.OPENED: {
             Awaited: ("awaited", (R.OPENED, R.MOVING)),
@@ -169,7 +137,7 @@ RECEIVING: Table = _table(
             ChunkReady: ("late_chunk", _FAILS),
             Scattered: ("scattered_late", _FAILS),
             Done: ("late_done", _FAILS),
-            Abort: ("acknowledge", ()),
+            Abort: ("answer_abort", ()),
             Drained: ("drained_late", _FAILS),
             Lost: ("lost_late", _FAILS),
             Gone: ("gone_late", _FAILS),
@@ -184,7 +152,7 @@ P = Sending
 _ENDS = (P.ABORTING, P.DRAINING)
 _LOST = (P.ABORTING, P.CLOSED)
 
-SENDING: Table = _table(
+SENDING: Table = table(
     {
         P.MOVING: {
             Expect: ("expect_again", ()),
@@ -198,7 +166,6 @@ SENDING: Table = _table(
             Wrote: ("wrote", (P.MOVING, P.FINISHED, P.COMPLETE)),
             WriteFailed: ("write_failed", (P.MOVING, *_ENDS, P.CLOSED)),
             Abort: ("their_abort", (*_ENDS, P.CLOSED)),
-            AbortAck: ("ignore", ()),
             DrainedAck: ("ignore", ()),
             Lost: ("lost", (P.MOVING, *_LOST)),
             Gone: ("gone", (P.MOVING, *_LOST)),
@@ -214,7 +181,6 @@ SENDING: Table = _table(
             Landed: ("landed_late", ()),
             Complete: ("complete", (P.COMPLETE,)),
             Abort: ("their_abort", (P.DRAINING,)),
-            AbortAck: ("ignore", ()),
             DrainedAck: ("ignore", ()),
             Lost: ("lost", (P.CLOSED,)),
             Gone: ("gone", (P.CLOSED,)),
@@ -230,7 +196,6 @@ SENDING: Table = _table(
             Landed: ("ignore", ()),
             Complete: ("ignore", ()),
             Abort: ("their_late_abort", ()),
-            AbortAck: ("ignore", ()),
             DrainedAck: ("ignore", ()),
             Lost: ("ignore", ()),
             Gone: ("ignore", ()),
@@ -251,7 +216,6 @@ SENDING: Table = _table(
             WriteFailed: ("write_failed_late", (P.ABORTING, P.DRAINING, P.CLOSED)),
             Quiet: ("quiet_late", (P.ABORTING, P.DRAINING, P.CLOSED)),
             Abort: ("abort_known", ()),
-            AbortAck: ("abort_known", ()),
             DrainedAck: ("ignore", ()),
             Lost: ("lost_late", ()),
             Gone: ("lost_late", ()),
@@ -268,7 +232,6 @@ SENDING: Table = _table(
             Landed: ("ignore", ()),
             Complete: ("ignore", ()),
             Abort: ("answer_drained", ()),
-            AbortAck: ("ignore", ()),
             DrainedAck: ("close", (P.CLOSED,)),
             Lost: ("close", (P.CLOSED,)),
             Gone: ("close", (P.CLOSED,)),

@@ -18,7 +18,7 @@ from ...errors import About, RemoteProtocolError
 from ...ids import peer_name
 from .verify import Verify
 
-VERSION = 9
+VERSION = 10
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 512 * 1024
@@ -315,7 +315,7 @@ class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=12):
-    """Either way: the room has failed. Decode repeats it until ``Drained``, prefill until ``AbortAck``.
+    """Either way: the room has failed. Decode repeats it until ``Drained``, prefill until decode's own answers it.
 
     ``tag``: of decode's room, or of prefill's room that is not this one. Where tags differ, prefill's room stays open.
     """
@@ -324,28 +324,24 @@ class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknow
     tag: Tag = b""
 
 
-class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=13):
-    """Decode -> prefill: the abort has arrived."""
-
-
-class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=14):
+class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=13):
     """Prefill -> decode: all writes of this flow are quiet, and none follows; repeated until ``DrainedAck``."""
 
     reason: Text
 
 
-class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=15):
+class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=14):
     """Decode -> prefill: the evidence has arrived."""
 
 
-class Vote(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):
+class Vote(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=15):
     """Rank -> rank 0 of its own instance: the rank's outcome (None: the room is open); repeated until ``Decision``."""
 
     ok: bool | None
     reason: Text
 
 
-class Decision(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):
+class Decision(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):
     """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the vote has arrived, the outcome is open.
 
     ``shared``: the room is open on rank 0 too.
@@ -356,21 +352,21 @@ class Decision(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
     reason: Text
 
 
-class Return(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=18):
+class Return(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):
     """Prefill -> decode: the grant for this ``ask`` will not be used; nothing was written."""
 
     segment: Box
     ask: U
 
 
-class Returned(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=19):
+class Returned(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=18):
     """Answer to ``Return``."""
 
     segment: Box
     ask: U
 
 
-class Disconnected(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=20):
+class Disconnected(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=19):
     """The sender has forgotten the receiver, or (``closed``) has closed: it reads and writes no more."""
 
     closed: bool = False
@@ -390,7 +386,6 @@ AnyFrame = (
     | Done
     | Complete
     | Abort
-    | AbortAck
     | Drained
     | DrainedAck
     | Vote

@@ -6,12 +6,13 @@ is :class:`Unreachable`. Or it ends for another reason, such as its deadline, an
 
 While a room waits here, the ranks that are connected are in use: none is forgotten before the last one is connected.
 
-Every method that may let rooms leave returns them. The caller checks that they are still open.
+Rooms that leave wait in :attr:`Discovery.outcomes`. The owner takes them, and checks that they are still open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -19,13 +20,14 @@ from typing import TypeAlias
 
 from attrs import define, field, frozen
 
-from ...core import KnownPeer, RoomKey
+from ...core import RoomKey
 from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
 from ...ids import Epoch
 from ...rendezvous import Source
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
 from ..peers.handshake import RemoteEndpoint
+from ..peers.session import PeerSession
 from .room import DecodeRoom
 
 
@@ -66,7 +68,7 @@ class PrefillInstance:
     pause_s: float = 0.0
     error: DisaggKVError | None = None
     waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
-    held: list[KnownPeer] = field(factory=list)
+    held: list[PeerSession] = field(factory=list)
 
     def fail(self, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
         """No room that waits can begin, as the rank at ``address`` is not there. The addresses are asked for again."""
@@ -80,20 +82,24 @@ class Discovery:
     """Instances that rooms wait for; everything here runs on the thread that advances.
 
     Attributes:
+        outcomes: of the rooms that have left.
         unmet: by source, rooms that failed before their prefill ranks were known.
+        untold: those of which a rank has to learn that, in order: a room that failed earlier comes first.
     """
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._instances: dict[Source, PrefillInstance] = {}
+        self.outcomes: deque[Outcome] = deque()
         self.unmet: dict[Source, dict[RoomKey, DecodeRoom]] = {}
+        self.untold: dict[tuple[RoomKey, Epoch], DecodeRoom] = {}
 
-    def add(self, room: DecodeRoom) -> Sequence[Outcome]:
+    def add(self, room: DecodeRoom) -> None:
         """A room waits from now on."""
         instance = self._instances.setdefault(room.source, PrefillInstance())
         instance.waiting[room.key] = room
         instance.look_at = self._loop.now
-        return self._find(room.source, instance)
+        self._find(room.source, instance)
 
     def forget(self, room: DecodeRoom) -> None:
         """A room has ended; harmless if it does not wait."""
@@ -107,34 +113,39 @@ class Discovery:
         if unmet.pop(room.key, None) is not None and not unmet:
             del self.unmet[room.source]
 
-    def uninformed(self, *sources: Source) -> Iterator[tuple[DecodeRoom, Epoch]]:
-        """Rooms of these sources that failed before their prefill ranks were known, with ranks that do not know that.
+    def inform(self, *sources: Source) -> None:
+        """Rooms of these sources failed before their prefill ranks were known: ranks that do not know that learn it.
 
-        The ranks are there, or cannot work with us. Who has learned of a room has learned of all earlier ones of the
-        source, so no room costs more because of them.
+        The ranks are there, or cannot work with us. Who learns of a room learns of all earlier ones of the source, so
+        no room costs more because of them.
         """
         loop = self._loop
         for source in sources:
-            there = [remote.epoch for remote in loop.remotes.values() if remote.hello.instance == source.instance]
+            there = [one.epoch for one in loop.all_there() if one.hello.instance == source.instance]
             useless = (loop.peers.useless_at(address, loop.now) for address in loop.directory.known(source) or ())
             for epoch in [*there, *filter(None, useless)]:
-                rooms = takewhile(partial(_not_informed, epoch), reversed(self.unmet[source].values()))
-                for room in reversed(list(rooms)):
-                    yield room, epoch
+                rooms = list(takewhile(partial(self._uninformed, epoch), reversed(self.unmet[source].values())))
+                self.untold.update({(room.key, epoch): room for room in reversed(rooms)})
 
-    def tick(self) -> Sequence[Outcome]:
+    def next_untold(self) -> tuple[DecodeRoom, Epoch]:
+        """The first of ``untold``, and the rank that learns of it now."""
+        key, epoch = next(iter(self.untold))
+        return self.untold.pop((key, epoch)), epoch
+
+    def _uninformed(self, epoch: Epoch, room: DecodeRoom) -> bool:
+        return epoch not in room.machine.writers and (room.key, epoch) not in self.untold
+
+    def tick(self) -> None:
         """Ask the rendezvous again where that is due. Instances that no room waits for are forgotten."""
-        outcomes: list[Outcome] = []
         for source, instance in list(self._instances.items()):
             if not instance.waiting:
                 del self._instances[source]
             elif instance.look_at <= self._loop.now:
-                outcomes += self._find(source, instance)
+                self._find(source, instance)
             while self._until(instance) <= self._loop.now:
                 room = instance.waiting.pop(next(iter(instance.waiting)))
-                outcomes.append(Unreachable(room, self._not_found(room)))
+                self.outcomes.append(Unreachable(room, self._not_found(room)))
                 self._let_go(instance)
-        return outcomes
 
     def _until(self, instance: PrefillInstance) -> float:
         """When the first room has waited for its whole ``silence_s``; infinity: none waits."""
@@ -145,54 +156,49 @@ class Discovery:
         """When ``tick`` is due; None: not at all."""
         return min((min(one.look_at, self._until(one)) for one in self._instances.values()), default=None)
 
-    def on_answer(self, answer: LookupResult) -> Sequence[Outcome]:
+    def on_answer(self, answer: LookupResult) -> None:
         """The rendezvous has answered. Where it failed, rooms keep waiting, and it is asked again."""
         instance = self._instances.get(answer.source)
         if instance is None:
-            return []
+            return
         instance.error = answer.error
         if isinstance(answer.error, InstanceClosedError):
-            return self._fail(instance, answer.error)
+            self._fail(instance, answer.error)
+            return
         if answer.error is not None:
             instance.look_at = self._loop.now + LOOKUP_FAILED_S
         if answer.addresses is None:
-            return []
+            return
         instance.addresses = answer.addresses
         for address in answer.addresses:
             if self._loop.peers.at(address) is None:
                 self._loop.dial(address)
-        return self._ready(instance)
+        self._ready(instance)
 
-    def on_up(self, address: str) -> Sequence[Outcome]:
+    def on_up(self, address: str) -> None:
         """A prefill rank is connected."""
-        return [outcome for instance in self._with(address) for outcome in self._ready(instance)]
-
-    def on_unreachable(self, address: str, error: DisaggKVError) -> Sequence[Outcome]:
-        """A prefill rank cannot be connected."""
-        outcomes: list[Outcome] = []
         for instance in self._with(address):
-            outcomes += self._fail(instance, error, address)
-        return outcomes
+            self._ready(instance)
 
-    def _fail(self, instance: PrefillInstance, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
-        outcomes = instance.fail(error, address)
+    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
+        """A prefill rank cannot be connected."""
+        for instance in self._with(address):
+            self._fail(instance, error, address)
+
+    def _fail(self, instance: PrefillInstance, error: DisaggKVError, address: str | None = None) -> None:
+        self.outcomes += instance.fail(error, address)
         self._let_go(instance)
-        return outcomes
 
     def _hold(self, instance: PrefillInstance) -> None:
         """The ranks that are connected stay so while rooms wait for the others."""
-        peers, now = self._loop.peers, self._loop.now
-        held = {peer.epoch for peer in instance.held}
         for address in instance.addresses or ():
-            epoch = peers.at(address)
-            if epoch is not None and epoch not in held and (peer := peers.use(epoch, now)) is not None:
-                instance.held.append(peer)
+            if (epoch := self._loop.peers.at(address)) is not None:
+                self._loop.use(epoch, instance.held)
 
     def _let_go(self, instance: PrefillInstance) -> None:
         """The same is over once no room waits."""
         if not instance.waiting:
-            while instance.held:
-                self._loop.peers.release(instance.held.pop())
+            self._loop.release(instance.held)
 
     def _not_found(self, room: DecodeRoom) -> PeerLostError:
         """The error of a room that waited for its whole ``silence_s``."""
@@ -202,7 +208,7 @@ class Discovery:
         reason = f"prefill instance {name!r} was not found in {self._loop.options.silence_s:g} s{why}"
         return PeerLostError(reason, instance=name)
 
-    def _find(self, source: Source, instance: PrefillInstance) -> list[Outcome]:
+    def _find(self, source: Source, instance: PrefillInstance) -> None:
         """Take the ranks that are connected, else ask the rendezvous, ever more seldom.
 
         It is also asked now and then while they are connected, since an instance may move. No room waits for that.
@@ -215,18 +221,17 @@ class Discovery:
         if not ranks or loop.directory.stale(source, lively=lively):
             loop.look_up(source)
             ranks = self._ranks(source)
-        if not instance.waiting or not ranks:
-            return []
-        instance.addresses = loop.directory.known(source)
-        return self._ready(instance)
+        if instance.waiting and ranks:
+            instance.addresses = loop.directory.known(source)
+            self._ready(instance)
 
-    def _ranks(self, source: Source) -> list[KnownPeer]:
+    def _ranks(self, source: Source) -> list[PeerSession]:
         """The ranks of an instance at the addresses that the rendezvous gave last; none unless all are connected.
 
         A rank whose connection is broken may have ended, and another instance may have taken its address: then the
         rendezvous is asked first.
         """
-        ranks: list[KnownPeer] = []
+        ranks: list[PeerSession] = []
         for rank, address in enumerate(self._loop.directory.known(source) or ()):
             peer = self._loop.peers.addresses.get(address)
             if (
@@ -239,17 +244,16 @@ class Discovery:
             ranks.append(peer)
         return ranks
 
-    def _ready(self, instance: PrefillInstance) -> list[Outcome]:
-        """The rooms that wait, once all ranks are connected."""
-        epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
-        remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
-        ready = tuple(remote for remote in remotes if remote is not None)
+    def _ready(self, instance: PrefillInstance) -> None:
+        """The rooms that wait leave, once all ranks are connected."""
+        there = [self._loop.peers.addresses.get(address) for address in instance.addresses or ()]
+        ready = tuple(one.remote for one in there if one is not None and not one.lost and one.remote is not None)
         if not instance.addresses or len(ready) < len(instance.addresses):
             self._hold(instance)
-            return []
+            return
         waiting, instance.waiting = instance.waiting, {}
         self._let_go(instance)
-        return [_checked(room, ready) for room in waiting.values()]
+        self.outcomes += [_checked(room, ready) for room in waiting.values()]
 
     def _with(self, address: str) -> list[PrefillInstance]:
         return [one for one in self._instances.values() if one.addresses and address in one.addresses]
@@ -289,7 +293,3 @@ def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:
         if remote.shards != first.shards:
             others = IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
             raise others.about(**hello.who)
-
-
-def _not_informed(epoch: Epoch, room: DecodeRoom) -> bool:
-    return epoch not in room.machine.writers

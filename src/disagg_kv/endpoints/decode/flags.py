@@ -11,8 +11,7 @@ word of it that is raised once more hides the flag of another process at worst, 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from attrs import define
@@ -22,6 +21,7 @@ from ...ids import Epoch
 from ...memory import Buffer
 from ...transports.flags import SLOT_WORDS, raised, words_of
 from ..peers.mapping import BLOCK, BLOCK_BYTES
+from ..peers.session import PeerSession
 from .room import DecodeRoom
 
 NO_VALUE = np.uint64(2**64 - 1)
@@ -39,21 +39,19 @@ class FlagPage:
         self.words: Sequence[int] = words_of(memory)
         self.blocks = memory.nbytes // BLOCK_BYTES
         self._free = list(range(self.blocks))
-        self._of: defaultdict[Epoch, list[int]] = defaultdict(list)
-        self._gone: set[Epoch] = set()
-        self._used: dict[int, Epoch] = {}
+        self._used: dict[int, PeerSession] = {}
         self._value = 1
 
-    def issue(self, writers: Sequence[Epoch]) -> tuple[WireFlags, ...]:
+    def issue(self, writers: Sequence[PeerSession]) -> tuple[WireFlags, ...]:
         """A block and new values for each writer of a room; empty: there are not enough blocks."""
         blocks: list[int] = []
-        for epoch in writers:
-            spare = self._of.get(epoch) or self._free
+        for session in writers:
+            spare = session.flag_blocks or self._free
             if not spare:
                 self._take_back(blocks)
                 return ()
             blocks.append(spare.pop())
-            self._used[blocks[-1]] = epoch
+            self._used[blocks[-1]] = session
         flags = tuple((block * BLOCK, BLOCK, self._value + i * BLOCK) for i, block in enumerate(blocks))
         self._value += len(blocks) * BLOCK
         return flags
@@ -64,27 +62,22 @@ class FlagPage:
 
     def _take_back(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            epoch = self._used.pop(block)
-            (self._free if epoch in self._gone else self._of[epoch]).append(block)
-            self._forget(epoch)
+            session = self._used.pop(block)
+            (self._free if session.gone else session.flag_blocks).append(block)
 
-    def gone(self, epoch: Epoch) -> None:
+    def gone(self, session: PeerSession) -> None:
         """Evidence: a process stores nothing any more."""
-        self._free += self._of.pop(epoch, ())
-        self._gone.add(epoch)
-        self._forget(epoch)
+        session.gone = True
+        self.forget(session)
 
-    def forget(self, epoch: Epoch) -> None:
+    def forget(self, session: PeerSession) -> None:
         """A process is forgotten, which no room uses: its blocks are for others, too."""
-        self._free += self._of.pop(epoch, ())
+        self._free += session.flag_blocks
+        session.flag_blocks.clear()
 
-    def _forget(self, epoch: Epoch) -> None:
-        if epoch in self._gone and epoch not in self._used.values():
-            self._gone.discard(epoch)
-
-    def check_integrity(self, issued: Sequence[WireFlags]) -> None:
+    def check_integrity(self, issued: Sequence[WireFlags], sessions: Iterable[PeerSession]) -> None:
         """Raise AssertionError unless exactly the blocks of these flags are used, and each block is somewhere once."""
-        spare = [block for blocks in self._of.values() for block in blocks]
+        spare = [block for session in sessions for block in session.flag_blocks]
         assert sorted(self._used) == sorted(slot // BLOCK for slot, _, _ in issued)
         assert sorted([*self._free, *spare, *self._used]) == list(range(self.blocks))
 
@@ -122,7 +115,7 @@ class RoomFlags:
     def issue(self, room: DecodeRoom) -> tuple[WireFlags, ...]:
         """Flags for the prefill ranks of a room; empty: one of them is not on this host, or slots are missing."""
         if all(remote.hello.host == self._host for remote in room.remotes):
-            room.flags = self.page.issue([remote.epoch for remote in room.remotes])
+            room.flags = self.page.issue(room.used)
         return room.flags
 
     def follow(self, room: DecodeRoom) -> None:
@@ -168,9 +161,9 @@ class RoomFlags:
         self.page.take_back(room.flags)
         room.flags = ()
 
-    def check_integrity(self, rooms: Collection[DecodeRoom]) -> None:
+    def check_integrity(self, rooms: Collection[DecodeRoom], sessions: Iterable[PeerSession]) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         moving = {slot // BLOCK for room in rooms if room.machine.moving for slot, _, _ in room.flags}
         assert set(self._lines) == moving
         assert set(np.flatnonzero(self._values != NO_VALUE).tolist()) <= moving
-        self.page.check_integrity([flags for room in rooms for flags in room.flags])
+        self.page.check_integrity([flags for room in rooms for flags in room.flags], sessions)

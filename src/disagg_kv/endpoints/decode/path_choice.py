@@ -69,21 +69,12 @@ class PathChooser:
 
     def __init__(self, me: EndpointInfo) -> None:
         self._me = me
-        self._unmapped: dict[Epoch, str] = {}
         self._chosen: PlanCache[_Question, PathChoice] = PlanCache()
-
-    def said(self, epoch: Epoch, unmapped: str) -> None:
-        """A prefill rank announces why our pool is not mapped there; empty: it is."""
-        self._unmapped[epoch] = unmapped
-
-    def forget(self, epoch: Epoch) -> None:
-        """A prefill rank is lost."""
-        self._unmapped.pop(epoch, None)
-        self._chosen.clear()
 
     def choose(
         self,
         remotes: Sequence[RemoteEndpoint],
+        said: tuple[str, ...],
         plans: InstancePlans,
         rotation: int,
         rows: RowRange,
@@ -93,6 +84,7 @@ class PathChooser:
 
         Args:
             remotes: all prefill ranks, by rank.
+            said: why our pool is not mapped at each of them; empty: it is.
             plans: between them and this rank.
             rotation: of the room.
             rows: those that are awaited.
@@ -101,7 +93,6 @@ class PathChooser:
         Raises:
             ConfigurationError: no path can; the message has the reason of each.
         """
-        said = tuple(self._unmapped.get(one.epoch, UNSAID) for one in remotes)
         key = tuple(one.epoch for one in remotes), rotation, said
         found = self._chosen.get(key) if unexposed is None else None
         if found is not None:
@@ -118,7 +109,8 @@ class PathChooser:
         for path in common if asked else in_auto_order(common):
             why = unexposed if exposes_pages(path) else None
             for remote, pair in writers:
-                why = why or self._refusal(path, remote, intake, pair, asked)
+                unmapped = "" if asked else said[remote.hello.rank]
+                why = why or self._refusal(path, remote, intake, pair, unmapped)
             if why is None:
                 refused = "; ".join(f"{name} cannot: {reason}" for name, reason in refusals.items())
                 reason = f"both sides allow only {path.name}" if asked else f"auto takes {path.name}"
@@ -131,13 +123,12 @@ class PathChooser:
         raise ConfigurationError(f"no path is left: {reasons or 'none that both sides know'}")
 
     def _refusal(
-        self, path: TransferPlanner, remote: RemoteEndpoint, intake: Intake, pair: PairPlan, asked: bool
+        self, path: TransferPlanner, remote: RemoteEndpoint, intake: Intake, pair: PairPlan, unmapped: str
     ) -> str | None:
         """Why a path cannot carry what one prefill rank sends; None: it can."""
         rank = Rank(remote.hello.rank)
-        why: str | None
-        if path.mover == "mapped" and not asked and (why := self._unmapped.get(remote.epoch, UNSAID)):
-            return f"prefill rank {rank}: {why}"
+        if path.mover == "mapped" and unmapped:
+            return f"prefill rank {rank}: {unmapped}"
         try:
             if not exposes_pages(path):
                 limits = Limits(remote.hello.slot_bytes, self._me.lease_bytes, page_rows(self._me.site))
@@ -204,7 +195,8 @@ class PendingExpectations:
         wanted, plans = room.wanted, room.plans
         assert wanted is not None
         assert plans is not None
-        asked = room.remotes, plans, plans.rotation(room.key.room), RowRange(wanted.start, wanted.stop)
+        said = tuple(UNSAID if one.unmapped is None else one.unmapped for one in room.used)
+        asked = room.remotes, said, plans, plans.rotation(room.key.room), RowRange(wanted.start, wanted.stop)
         choice = self._chooser.choose(*asked)
         if not exposes_pages(choice.path):
             return choice, None

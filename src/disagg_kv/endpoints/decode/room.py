@@ -16,7 +16,7 @@ from ...planning import InstancePlans, PairPlan, Segment
 from ...rendezvous import Source
 from ...strategies import TransferPlanner
 from ..peers.handshake import RemoteEndpoint
-from ..peers.session import HeldMemory
+from ..peers.session import HeldMemory, PeerSession
 from .handle import CheckedExpectation, ReceptionHandle
 
 
@@ -28,6 +28,7 @@ class DecodeRoom:
     ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
     ``soon_s``: after an event of the room, the shortest time in which something may be due for it.
     ``path``: how its rows come, once that is chosen. ``flags``: those of its writers, by rank.
+    ``used``: peers that it uses until it is over.
     """
 
     key: RoomKey
@@ -45,6 +46,7 @@ class DecodeRoom:
     given_up: bool = False
     path: TransferPlanner | None = None
     flags: tuple[WireFlags, ...] = ()
+    used: list[PeerSession] = field(factory=list)
 
     def writable(self) -> bool:
         """Whether rows may be written into its pages; True once it has failed: nothing will be.

@@ -39,7 +39,6 @@ from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
 from ...planning import InstancePlans, Segment
-from ...planning.cache import PlanCache
 from ...rendezvous import Source
 from ...staging import GrantQueue, Lease
 from ...trace import Span
@@ -48,9 +47,10 @@ from ..arrivals import Arrivals
 from ..handle import ENDED, ChangeQueue
 from ..loop.buffers import Receipts
 from ..loop.event_loop import EventLoop
+from ..loop.timing import Budget
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
-from ..peers.session import UsedPeers
+from ..peers.session import PeerSession
 from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
 from .flags import RoomFlags
@@ -64,18 +64,12 @@ TICK_S = 0.02
 
 
 class DecodeSide:
-    """Everything here runs on the thread that advances.
+    """Everything here runs on the thread that advances. ``exposes``: prefill may write straight to pages.
 
-    Attributes:
-        loop: the endpoint's.
-        rooms: those that are not forgotten.
-        queue: the leases, and who waits for one.
-        scatters: from the ring into pages.
-        exposes: whether prefill may write straight to pages.
+    ``rooms`` are not forgotten; ``queue`` has their leases, and who waits for one; ``scatters`` go from ring to pages.
     """
 
-    patience_s = 0.0
-    """See :class:`~disagg_kv.endpoints.loop.side.Side`: decode's forward passes are not announced."""
+    patience_s = 0.0  # decode's forward passes are not announced
 
     def __init__(
         self,
@@ -96,11 +90,9 @@ class DecodeSide:
         self.queue = queue
         self.exposes = exposed
         self._changes = changes
-        self._chooser = PathChooser(loop.me)
-        self._expectations = PendingExpectations(loop, pool, self._chooser, verify)
+        self._expectations = PendingExpectations(loop, pool, PathChooser(loop.me), verify)
         self.rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
-        self._plans: PlanCache[tuple[Epoch, ...], InstancePlans] = PlanCache()
         self.scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
@@ -108,18 +100,15 @@ class DecodeSide:
         self._touched: dict[DecodeRoom, None] = {}
         self._handling = False
         self._arrivals = Arrivals(loop, self._receipts.send)
-        self._lingering: set[RoomKey] = set()
-        self._page_bytes = pool.site.page_bytes
         self._timers: Timers[RoomKey] = Timers()
-        self._used = UsedPeers(loop.peers)
         self.flags = None if flags is None else RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
         self._lively_at = 0.0
         self.quarantined = 0
 
     @property
     def open_rooms(self) -> int:
-        """Rooms that are not forgotten yet; of those that failed because prefill was not found, nothing is awaited."""
-        return len(self.rooms) - len(self._lingering)
+        """Rooms that are not forgotten yet; of those that failed before prefill was found, nothing is awaited."""
+        return len(self.rooms) - sum(map(len, self._discovery.unmet.values()))
 
     # Commands of the engine, on this thread.
 
@@ -131,7 +120,8 @@ class DecodeSide:
         handle.report.opened = now
         self.rooms[key] = room
         self.loop.vote(key, None, "")
-        self._take_found(self._discovery.add(room))
+        self._discovery.add(room)
+        self._meet()
         if (error := self.loop.ranks.superseded) is not None:
             self._handle(room, Cancel(error))
         self._publish(room)
@@ -162,56 +152,74 @@ class DecodeSide:
 
     # Finding prefill.
 
-    def _take_found(self, outcomes: Sequence[Found | Unreachable]) -> None:
-        for outcome in outcomes:
-            room = outcome.room
-            if self.rooms.get(room.key) is not room:
-                continue
-            if isinstance(outcome, Unreachable):
-                if room.machine.error is None:
-                    self._handle(room, Lost(Epoch(b""), outcome.error))
-                self._lingering.add(room.key)  # the ranks that come all the same learn that it has failed
-                continue
-            if (error := room.machine.error) is not None:
-                self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
-                continue
-            if (full := quarantine_full(self.queue, self._ring.nbytes, outcome.remotes)) is not None:
-                self._handle(room, Cancel(full))
-            else:
-                self._introduce(room, outcome.remotes)
+    def _meet(self) -> bool:
+        """Ranks learn of rooms that failed before they were known; then rooms begin, or fail, by what was found.
+
+        As many as a step allows; True: more are left.
+        """
+        budget, outcomes = self.loop.budget(), self._discovery.outcomes
+        self._tell(budget)
+        while outcomes and budget.take():
+            self._end_search(outcomes.popleft())
+        return bool(outcomes or self._discovery.untold)
+
+    def _tell(self, budget: Budget) -> None:
+        while self._discovery.untold and budget.take():
+            self._inform(*self._discovery.next_untold())
+
+    def _inform(self, room: DecodeRoom, epoch: Epoch) -> None:
+        """A prefill rank that is there, or cannot work with us, learns of a room that failed before it was known."""
+        if epoch not in room.machine.writers:
+            self._handle(room, Met(epoch))
+
+    def _end_search(self, outcome: Found | Unreachable) -> None:
+        room = outcome.room
+        if self.rooms.get(room.key) is not room:
+            return
+        if isinstance(outcome, Unreachable):
+            # If it has failed already, the ranks that come all the same learn that.
+            if room.machine.error is None:
+                self._handle(room, Lost(Epoch(b""), outcome.error))
+        elif (error := room.machine.error) is not None:
+            for remote in outcome.remotes:
+                self._inform(room, remote.epoch)
+            self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
+        elif any(self.loop.there(remote.epoch) is None for remote in outcome.remotes):
+            self._discovery.add(room)
+        elif (full := quarantine_full(self.queue, self._ring.nbytes, outcome.remotes)) is not None:
+            self._handle(room, Cancel(full))
+        else:
+            self._introduce(room, outcome.remotes)
 
     def _introduce(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> None:
         """Begin a room with its prefill ranks."""
-        room.remotes = remotes
+        room.remotes, site = remotes, self._pool.site
         writers = tuple(r.epoch for r in remotes)
-        if (plans := self._plans.get(writers)) is None:
-            site = self._pool.site
-            plans = self._plans.keep(writers, InstancePlans.of(remotes[0].shards_as(site.spec), site))
-        room.plans = plans
-        sessions = [self.loop.sessions.get(epoch) for epoch in writers]
-        pace = next((one.pace for one in sessions if one is not None and one.pace is not None), None)
         for epoch in writers:
-            self._used.use(epoch, room.key, self.loop.now)
-        intake = plans.intake(plans.rotation(room.key.room))
+            self.loop.use(epoch, room.used)
+        first = room.used[0]
+        if first.plans is None:
+            first.plans = InstancePlans.of(remotes[0].shards_as(site.spec), site)
+        room.plans = first.plans
+        pace = next((one.pace for one in room.used if one.pace is not None), None)
+        intake = room.plans.intake(room.plans.rotation(room.key.room))
         flags = () if self.flags is None else self.flags.issue(room)
         self._handle(room, Introduced(writers, intake, pace, flags))
         self._await(room)
 
-    def _inform(self, *sources: Source) -> None:
-        """Prefill ranks that are there, or cannot work with us, learn which rooms failed before they were known."""
-        for room, epoch in self._discovery.uninformed(*sources):
-            self._handle(room, Met(epoch))
-
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        self._take_found(self._discovery.on_answer(answer))
+        self._discovery.on_answer(answer)
+        self._meet()
 
-    def on_up(self, remote: RemoteEndpoint) -> None:
+    def on_up(self, session: PeerSession) -> None:
         """A prefill rank is connected."""
-        self.queue.connect(remote.epoch)
-        self.queue.resume(remote.epoch)
-        self._inform(*self._discovery.unmet)
-        self._take_found(self._discovery.on_up(remote.hello.address))
+        session.gone = False
+        self.queue.connect(session.epoch)
+        self.queue.resume(session.epoch)
+        self._discovery.inform(*self._discovery.unmet)
+        self._discovery.on_up(session.hello.address)
+        self._meet()
 
     def on_greeted(self, epoch: Epoch) -> None:
         """A peer greets again: it may have lost this endpoint, and have failed rooms that wait here."""
@@ -220,8 +228,9 @@ class DecodeSide:
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """A prefill rank cannot be connected: rooms that wait for it fail, and it learns that."""
-        self._inform(*self._discovery.unmet)
-        self._take_found(self._discovery.on_unreachable(address, error))
+        self._discovery.inform(*self._discovery.unmet)
+        self._discovery.on_unreachable(address, error)
+        self._meet()
 
     def on_lost(self, lost: Lost) -> None:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
@@ -230,21 +239,19 @@ class DecodeSide:
         for room in self._with(lost.peer):
             self._handle(room, lost)
         self.queue.forget(lost.peer)
-        self._chooser.forget(lost.peer)
 
-    def forget(self, epoch: Epoch) -> None:
+    def forget(self, session: PeerSession) -> None:
         """Nothing is kept of a rank that is not there."""
-        self.queue.forget(epoch)
-        self._chooser.forget(epoch)
+        self.queue.forget(session.epoch)
         if self.flags is not None:
-            self.flags.page.forget(epoch)
+            self.flags.page.forget(session)
 
-    def on_gone(self, epoch: Epoch) -> None:
+    def on_gone(self, session: PeerSession) -> None:
         """Evidence: it writes nothing more."""
-        for room in self._with(epoch):
-            self._handle(room, Gone(epoch))
+        for room in self._with(session.epoch):
+            self._handle(room, Gone(session.epoch))
         if self.flags is not None:
-            self.flags.page.gone(epoch)
+            self.flags.page.gone(session)
 
     def _with(self, epoch: Epoch) -> list[DecodeRoom]:
         return [r for r in self.rooms.values() if epoch in r.machine.writers]
@@ -255,8 +262,8 @@ class DecodeSide:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
         room = self.rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
-        if isinstance(frame, Done | Expected) and epoch in self.loop.remotes:
-            self._learn(epoch, frame)
+        if isinstance(frame, Done | Expected) and (session := self.loop.there(epoch)) is not None:
+            session.learn(frame)
         if room is not None and epoch in room.machine.writers:
             try:
                 self._handle(room, frame)
@@ -267,14 +274,6 @@ class DecodeSide:
             self._arrivals.answer(frame)
         else:
             self.loop.observer.count("frames.not_a_writer")
-
-    def _learn(self, epoch: Epoch, frame: Done | Expected) -> None:
-        """What later rooms ask a prefill rank for; its own room may have ended already."""
-        if isinstance(frame, Expected):
-            if frame.unmapped is not None:
-                self._chooser.said(epoch, frame.unmapped)
-        elif frame.pace is not None and (session := self.loop.sessions.get(epoch)) is not None:
-            session.pace = frame.pace
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -354,7 +353,8 @@ class DecodeSide:
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
             self._discovery.unmet.setdefault(room.source, {})[room.key] = room
-            self._inform(room.source)
+            self._discovery.inform(room.source)
+            self._tell(self.loop.budget())
         if vote.ok and room.handle.report.placed is None:
             room.handle.report.placed = self.loop.clock()
         self.loop.vote(room.key, vote.ok, vote.reason)
@@ -387,15 +387,17 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Take in flags, finish scatters, start those that are due, and prepare one that follows."""
-        raised = self.flags is not None and self._take_flags(self.flags)
+        more = self.flags is not None and self._take_flags(self.flags)
         expecting = self._expectations.waiting
+        if self._discovery.outcomes or self._discovery.untold:
+            more |= self._meet()
         if self._receipts.waiting:
             self._receipts.flush()
         if expecting:
             self._ask()
         scatters = self.scatters
         if not scatters.active:
-            return raised or bool(expecting)
+            return more or bool(expecting)
         if not self.loop.may_copy(scatters.queues):
             return True
         budget = self.loop.budget()
@@ -408,7 +410,7 @@ class DecodeSide:
             self._receipts.flush()
         if scatters.prepared.waiting:
             scatters.prepare_one()
-        return raised or scatters.waits or budget.spent or bool(expecting)
+        return more or scatters.waits or budget.spent or bool(expecting)
 
     def _take_flags(self, flags: RoomFlags) -> bool:
         raised = flags.look()
@@ -424,7 +426,7 @@ class DecodeSide:
         machine, handle = room.machine, room.handle
         if machine.error is not None:
             # Before the engine learns that it failed.
-            unsettled, peers = room.unsettled(self._page_bytes), [remote.epoch for remote in room.remotes]
+            unsettled, peers = room.unsettled(self._pool.site.page_bytes), [remote.epoch for remote in room.remotes]
             self.loop.sessions.hold(room.key, unsettled, peers)
         now, report, inbound = self.loop.now, handle.report, machine.inbound
         phase = machine.phase
@@ -443,11 +445,10 @@ class DecodeSide:
         else:
             del self.rooms[room.key]
             self._timers.schedule(room.key, None)
-            self._used.forget(room.key)
+            self.loop.release(room.used)
             if self.flags is not None:
                 self.flags.ended(room)
             self._discovery.forget(room)
-            self._lingering.discard(room.key)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self.loop.remember(machine.writers, room.key, ended)
             if self.loop.observed:
@@ -459,7 +460,7 @@ class DecodeSide:
     def tick(self) -> None:
         """Deadlines, repeats, and look-ups of prefill instances."""
         now, peers = self.loop.now, self.loop.peers
-        self._take_found(self._discovery.tick())
+        self._discovery.tick()
         for key in self._timers.due(now):
             self._handle(self.rooms[key], Tick())
             if (room := self.rooms.get(key)) is not None:
@@ -467,7 +468,7 @@ class DecodeSide:
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in tuple(self.queue.active):
-                if epoch not in self.loop.remotes or peers.lively(epoch, now):
+                if self.loop.there(epoch) is None or peers.lively(epoch, now):
                     self.queue.resume(epoch)
                 else:
                     self.queue.suspend(epoch)
@@ -490,9 +491,9 @@ class DecodeSide:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self.queue.check_integrity()
         if self.flags is not None:
-            self.flags.check_integrity(self.rooms.values())
+            self.flags.check_integrity(self.rooms.values(), self.loop.peers.all())
         unmet = {key for rooms in self._discovery.unmet.values() for key in rooms}
-        assert self._lingering <= unmet <= self.rooms.keys()
+        assert unmet <= self.rooms.keys()
         for room in self.rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()

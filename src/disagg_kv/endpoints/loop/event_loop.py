@@ -353,14 +353,14 @@ class EventLoop(Peering):
         elif isinstance(frame, Vote | Decision):
             self.agree(self.verdict.on_frame(frame, self.now))
         elif isinstance(frame, RoomFrame):
-            session = self.sessions.get(Epoch(frame.src))
-            if session is not None and session.known.hello.role == self.me.role:
+            session = self.peers.known(Epoch(frame.src))
+            if session is not None and session.hello.role == self.me.role:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
             linked = session is None or session.link is None or session.link.linked
             if linked or not self.connections.hold(session, frame, nbytes, self.side.on_frame):
                 self.side.on_frame(frame)
         elif isinstance(frame, Disconnected) and frame.closed:
-            held = self.connections.hold(self.sessions.get(Epoch(frame.src)), frame, nbytes, self._on_closed)
+            held = self.connections.hold(self.peers.known(Epoch(frame.src)), frame, nbytes, self._on_closed)
             if not held:
                 self._on_closed(frame)
 
@@ -370,7 +370,7 @@ class EventLoop(Peering):
         if session is None or (link := session.link) is None:
             self.observer.count("transport.unexpected")
             return
-        epoch = session.known.epoch
+        epoch = session.epoch
         lane = lane_of(self.me.transport, event.peer)
         error = self._lost(epoch, f"{lane.name}: {lane.lost}" if lane.lost else f"{lane.name} reports its end")
         self._hear_last()  # it may have said before its end that it has all rows
@@ -382,16 +382,16 @@ class EventLoop(Peering):
     def _notice_exits(self) -> None:
         for session in self._process_monitor.ended(at_once=bool(self.commands)):
             self._hear_last()
-            self.lose(session.known.epoch, self._lost(session.known.epoch, "its process has ended"), ended=True)
+            self.lose(session.epoch, self._lost(session.epoch, "its process has ended"), ended=True)
         if self._process_monitor.landing:
-            for session in self._process_monitor.drained(lambda session: self.lane(session.known.epoch).caps.drain_s):
+            for session in self._process_monitor.drained(lambda session: self.lane(session).caps.drain_s):
                 self._gone(session)
 
     def _on_closed(self, frame: Disconnected) -> None:
         """A peer has closed. What it wrote has landed; what is written to it ends by the reports of our transport."""
         epoch = Epoch(frame.src)
         self.lose(epoch, self._lost(epoch, "it has closed"), ended=True)
-        if self.me.role == "decode" and (session := self.sessions.get(epoch)) is not None:
+        if self.me.role == "decode" and (session := self.peers.known(epoch)) is not None:
             self._gone(session)
 
     # What goes out.

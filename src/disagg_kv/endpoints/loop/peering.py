@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVarTuple
 
@@ -31,7 +31,7 @@ from ..peers.connections import Connections, ConnectResult
 from ..peers.handshake import EndpointInfo, RemoteEndpoint
 from ..peers.limited_log import LimitedLog
 from ..peers.link_budget import budget_of
-from ..peers.mapping import UNMAPPED, Mapping, open_decode
+from ..peers.mapping import open_decode
 from ..peers.process_monitor import ProcessMonitor
 from ..peers.session import PeerSession, Sessions
 from .buffers import SendBuffer
@@ -72,10 +72,8 @@ class Peering:
         self.codec = Codec()
         self.failures = Failures(f"{me.instance}/{me.rank}", self.observer, clock, end_rooms)
         self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.failures.defer)
-        self.peers = PeerTable(
-            me.epoch, me.address, me.hello(), me.admit, options, budget_of(channel, me.transport, options)
-        )
-        self.remotes: dict[Epoch, RemoteEndpoint] = {}
+        budget = budget_of(channel, me.transport, options)
+        self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, PeerSession, options, budget)
         helpers = background(f"disagg_kv {me.instance}/{me.rank} links", LINKS)
         ready = partial(open_decode, me) if me.role == "prefill" else None
         self._helped = False
@@ -120,8 +118,8 @@ class Peering:
                         self.side.on_greeted(epoch)
                 case Lost():
                     self._on_lost(effect)
-                case Forgotten(epoch):
-                    self._on_forgotten(epoch)
+                case Forgotten(PeerSession() as session):
+                    self._drop(session)
                 case Unreachable(address, error):
                     self.side.on_unreachable(address, error)
                 case Forget(address):
@@ -129,11 +127,10 @@ class Peering:
                     self.channel.forget(address)
 
     def _up(self, epoch: Epoch) -> None:
-        known = self.peers.known(epoch)
-        assert known is not None
-        session = self.sessions.up(known)
-        if known.hello.role == self.me.role:
-            self.ranks.up(known)
+        session = self.peers.known(epoch)
+        assert session is not None
+        if session.hello.role == self.me.role:
+            self.ranks.up(session)
             return
         if (linked := self.connections.begin(session)) is not None:
             self._on_linked(linked)
@@ -141,20 +138,20 @@ class Peering:
 
     def _take_links(self) -> None:
         for linked in self.connections.results():
-            self.failures.guard(self.of_peer, linked.session.known.epoch, self._on_linked, linked)
+            self.failures.guard(self.of_peer, linked.session.epoch, self._on_linked, linked)
 
     def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
         session, link = linked.session, linked.link
         error = link if isinstance(link, DisaggKVError) else self._unwatched(session)
         if error is not None:
-            self._peer_effects(self.peers.shut(session.known.epoch, error, self.now))
-            self.side.on_unreachable(session.known.hello.address, error)
+            self._peer_effects(self.peers.shut(session.epoch, error, self.now))
+            self.side.on_unreachable(session.hello.address, error)
         else:
-            self.remotes[session.known.epoch] = RemoteEndpoint.of(session.known.hello)
-            self.side.on_up(self.remotes[session.known.epoch])
+            session.remote = RemoteEndpoint.of(session.hello)
+            self.side.on_up(session)
         for take_in in linked.frames:
-            self.failures.guard(self.of_peer, session.known.epoch, take_in)
+            self.failures.guard(self.of_peer, session.epoch, take_in)
 
     def _unwatched(self, session: PeerSession) -> DisaggKVError | None:
         """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.
@@ -181,32 +178,33 @@ class Peering:
         if lost.peer in self.ranks:
             self.ranks.lost(lost.peer)
         else:
-            if (session := self.sessions.get(lost.peer)) is not None:
+            session = self.peers.known(lost.peer)
+            if session is not None:
                 self.connections.give_up(session)
             self.side.on_lost(lost)
-            self.remotes.pop(lost.peer, None)
+            if session is not None:
+                session.depart()
 
-    def _on_forgotten(self, epoch: Epoch) -> None:
+    def _drop(self, session: PeerSession) -> None:
         """The table has forgotten a peer that no room uses: nothing is left of it."""
-        self.side.forget(epoch)
-        self.remotes.pop(epoch, None)
-        if (session := self.sessions.pop(epoch)) is not None:
-            if session.linked:
-                self.observer.count("links.dropped")
-            self._unlink(session)
+        self.side.forget(session)
+        session.depart()
+        if session.linked:
+            self.observer.count("links.dropped")
+        self._unlink(session)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
         self.lose(epoch, self._lost(epoch, "its end was confirmed"), ended=True)
-        if (session := self.sessions.get(epoch)) is not None:
+        if (session := self.peers.known(epoch)) is not None:
             self._process_monitor.confirm(session)
 
     def _lost(self, epoch: Epoch, reason: str) -> PeerLostError:
         return PeerLostError(f"{self.sessions.name(epoch)}: {reason}", **self.sessions.who(epoch))
 
     def _gone(self, session: PeerSession) -> None:
-        self.side.on_gone(session.known.epoch)
-        self.remotes.pop(session.known.epoch, None)
+        self.side.on_gone(session)
+        session.depart()
         self._unlink(session)
 
     def _unlink(self, session: PeerSession) -> None:
@@ -233,18 +231,30 @@ class Peering:
             TransportError: it is lost. Evidence counts from the moment when a peer's end was seen: nothing may begin
                 to read or write after it.
         """
-        session = self.sessions.get(epoch)
-        if session is None or session.link is None or epoch not in self.remotes:
+        session = self.peers.known(epoch)
+        if session is None or session.link is None or session.remote is None:
             raise TransportError(f"{self.sessions.name(epoch)} is lost", **self.sessions.who(epoch))
         return session.link.peer
 
-    def mapping(self, epoch: Epoch) -> Mapping:
-        """The pool of a peer, as it is mapped here."""
-        session = self.sessions.get(epoch)
-        return UNMAPPED if session is None or session.link is None else session.link.mapping
+    def there(self, epoch: Epoch) -> PeerSession | None:
+        """A peer of the other side to which rooms may be bound; None: it is not there."""
+        session = self.peers.known(epoch)
+        return None if session is None or session.remote is None else session
 
-    def lane(self, epoch: Epoch) -> Lane:
+    def all_there(self) -> Iterator[PeerSession]:
+        """All of those, in the order in which they came."""
+        return (session for session in self.peers.all() if session.remote is not None)
+
+    def use(self, epoch: Epoch, used: list[PeerSession]) -> None:
+        """A room uses a peer, if it is known, from now on; ``used`` has those that it uses, each once."""
+        if all(one.epoch != epoch for one in used) and (session := self.peers.use(epoch, self.now)) is not None:
+            used.append(session)
+
+    def release(self, used: list[PeerSession]) -> None:
+        """The room is over."""
+        while used:
+            self.peers.release(used.pop())
+
+    def lane(self, session: PeerSession) -> Lane:
         """What carries writes to a peer; of one that is not linked, what holds for every peer."""
-        session = self.sessions.get(epoch)
-        found = None if session is None else session.lane
-        return Lane(self.me.transport.name, self.me.transport.caps, "it is not connected") if found is None else found
+        return session.lane or Lane(self.me.transport.name, self.me.transport.caps, "it is not connected")

@@ -12,12 +12,12 @@ import logging
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from ...core import KnownPeer
 from ...core.peers.peer_effects import is_older
 from ...errors import SupersededError
 from ...ids import Epoch, Rank
 from ...rendezvous import Source
 from ..peers.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
+from ..peers.session import PeerSession
 
 if TYPE_CHECKING:
     from .event_loop import EventLoop
@@ -34,7 +34,7 @@ class InstanceRanks:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._there: dict[KnownPeer, None] = {}
+        self._there: dict[PeerSession, None] = {}
         self.look_at: float | None = None if len(loop.me.shards) == 1 else loop.now
         self._ticked = loop.now
         self._stood_still, self._went_on = False, loop.now
@@ -87,7 +87,7 @@ class InstanceRanks:
         peer = self._loop.peers.known(Epoch(epoch))
         return peer is not None and peer.hello.role == self._loop.me.role
 
-    def up(self, peer: KnownPeer) -> None:
+    def up(self, peer: PeerSession) -> None:
         """A rank of the instance is there."""
         self._loop.peers.use(peer.epoch, self._loop.now)  # its votes may be awaited at any time
         self._there[peer] = None

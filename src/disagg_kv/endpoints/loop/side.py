@@ -10,7 +10,7 @@ from ...errors import DisaggKVError
 from ...ids import Epoch
 from ...transports import Settled, WriteEnded
 from ..peers.directory import LookupResult
-from ..peers.handshake import RemoteEndpoint
+from ..peers.session import PeerSession
 
 
 class Side(Protocol):
@@ -20,7 +20,7 @@ class Side(Protocol):
         """A frame about a room, from an incarnation that is known, to this incarnation."""
         ...
 
-    def on_up(self, remote: RemoteEndpoint) -> None:
+    def on_up(self, session: PeerSession) -> None:
         """A peer of the other side is there."""
         ...
 
@@ -32,7 +32,7 @@ class Side(Protocol):
         """A peer of the other side is lost."""
         ...
 
-    def forget(self, epoch: Epoch) -> None:
+    def forget(self, session: PeerSession) -> None:
         """A peer of the other side is forgotten: no room here uses it."""
         ...
 
@@ -44,7 +44,7 @@ class Side(Protocol):
         """The rendezvous has answered where an instance is."""
         ...
 
-    def on_gone(self, epoch: Epoch) -> None:
+    def on_gone(self, session: PeerSession) -> None:
         """Evidence: a peer's process has ended and its last writes have landed."""
         ...
 

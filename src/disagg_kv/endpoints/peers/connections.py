@@ -115,7 +115,7 @@ class Connections:
             if link is not None:
                 self._background.start(partial(self._connect, link))
         except Exception as exc:
-            failed = _failed(exc, session.known.hello)
+            failed = _failed(exc, session.hello)
             self._fail(session, failed, self._clock())
             if link is not None:
                 self._forget(link)
@@ -134,16 +134,16 @@ class Connections:
             IncompatiblePeerError: another peer has named it before.
             RemoteProtocolError: the descriptor is garbage.
         """
-        hello = session.known.hello
+        hello = session.hello
         descriptor = for_peer(self._transport, hello.transport, hello.descriptor)
         until, late = self._clock() + OVERDUE_S, f"its connect has not returned for {OVERDUE_S:g} s"
         link = Link(session, self._transport.peer_of(descriptor), descriptor, until, late)
         owner = self._owners.get(link.peer)
-        if owner is not None and owner.session.known.epoch == session.known.epoch and owner.error is None:
+        if owner is not None and owner.session.epoch == session.epoch and owner.error is None:
             session.link, owner.session, owner.wanted = owner, session, True
             return None
         if owner is not None:
-            ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner.session.known.hello, hello))
+            ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner.session.hello, hello))
             raise owner.error or IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
         if self._under_way >= self._options.peers:
             raise CapacityError(f"{self._under_way} connections are under way, and no more may be")
@@ -154,7 +154,7 @@ class Connections:
 
     def _connect(self, link: Link) -> None:
         """On a helper thread."""
-        hello = link.session.known.hello
+        hello = link.session.hello
         mapping, lost = UNMAPPED, f"{_name(hello)}: the attempt ended without a result"
         error: DisaggKVError | None = TransportError(lost, **hello.who)
         try:
@@ -198,7 +198,7 @@ class Connections:
         waiting = [link for link in self._owners.values() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
-                hello = link.session.known.hello
+                hello = link.session.hello
                 link.error = TransportError(f"{_name(hello)}: {link.late}", **hello.who)
                 if link.wanted:
                     out.append(ConnectResult(link.session, link.error, self._take(link)))
@@ -223,7 +223,7 @@ class Connections:
             self._transport.disconnect(link.peer)
         except Exception as exc:
             self._observer.count("disconnects.failed")
-            name = _name(link.session.known.hello)
+            name = _name(link.session.hello)
             self._log.say(logging.WARNING, f"{name}: it could not be disconnected: {text_of(exc)}")
 
     def _forget(self, link: Link) -> None:
@@ -252,7 +252,7 @@ class Connections:
 
         Returns the error, with the name of the peer.
         """
-        error = _failed(exc, session.known.hello)
+        error = _failed(exc, session.hello)
         self.drop(session)
         self._fail(session, error, self._clock())
         return error
@@ -279,7 +279,7 @@ class Connections:
 
     def linked(self) -> Sequence[Epoch]:
         """Every peer that is linked, in the order in which its attempt began."""
-        return tuple(link.session.known.epoch for link in self._owners.values() if link.linked)
+        return tuple(link.session.epoch for link in self._owners.values() if link.linked)
 
     def close(self, until: float, then: Callable[[], None]) -> None:
         """Begin no attempt, and close the transport (``then``) once none runs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
 from attrs import frozen
 
@@ -254,7 +255,7 @@ def check_instance(shards: Sequence[Shard], rank: int, site: Site) -> None:
         raise GeometryError(f"rank {rank}: the pool's shard is not the one that the instance's list has for it")
 
 
-def check_key(frame: AnyFrame, key: str, peers: PeerTable, observer: Observer) -> None:
+def check_key(frame: AnyFrame, key: str, peers: PeerTable[Any], observer: Observer) -> None:
     """A proved key speaks only for those whose address names it.
 
     Raises:

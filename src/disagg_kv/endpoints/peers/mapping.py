@@ -54,21 +54,10 @@ def open_decode(me: EndpointInfo, peer: Peer, hello: Hello) -> Mapping:
         me.prepare(remote.spec, None)
     if not any(map(exposes_pages, me.paths)):
         return UNMAPPED
-    maps = any(path.mover == "mapped" for path in me.paths)
-    return open_peer(me.transport, peer, remote, me.device, maps, partial(me.prepare, remote.spec))
-
-
-def open_peer(
-    transport: Transport,
-    peer: Peer,
-    remote: RemoteEndpoint,
-    device: str,
-    maps: bool,
-    prepare: Callable[[MappedPool], None],
-) -> Mapping:
-    """What of a connected peer's memory this process opens: its pool, if a path ``maps`` it, and its flag page."""
-    pool = map_pool(transport, peer, remote, device, prepare) if maps else UNMAPPED
-    return attrs.evolve(pool, flags=open_flags(transport, peer, remote.hello.flags))
+    mapping = UNMAPPED
+    if any(path.mover == "mapped" for path in me.paths):
+        mapping = map_pool(me.transport, peer, remote, me.device, partial(me.prepare, remote.spec))
+    return attrs.evolve(mapping, flags=open_flags(me.transport, peer, hello.flags))
 
 
 def open_flags(transport: Transport, peer: Peer, page: bytes) -> Flags | None:

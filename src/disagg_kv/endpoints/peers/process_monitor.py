@@ -34,7 +34,7 @@ class ProcessMonitor:
         Raises:
             TransportError: no descriptor or memory is left to watch it.
         """
-        hello = session.known.hello
+        hello = session.hello
         process = Process(hello.pid, hello.started, hello.host)
         if process == self._own or session in self._watches or session.ended_at is not None:
             return

@@ -1,4 +1,4 @@
-"""All that an endpoint knows of its peers: a session for each incarnation, and which rooms use it.
+"""All that an endpoint knows of its peers: a session for each incarnation.
 
 The thread that advances writes, any thread reads: an operator asks from the engine's. A peer that holds memory here
 is listed for as long as it does: a room uses it. There is no lock: a signal handler that interrupts a reader may close
@@ -7,16 +7,18 @@ the endpoint, whose thread must be able to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from attrs import define, field, frozen
 
 from ...core import KnownPeer, Options, PeerTable, RoomKey
-from ...core.wire.frames import WirePace
+from ...core.wire.frames import Done, Expected, WirePace
 from ...errors import About, DisaggKVError, UnknownNameError
-from ...ids import Epoch, Peer, Rank, peer_name, room_text
+from ...ids import Epoch, Peer, Rank, peer_name
+from ...planning import InstancePlans
 from ...transports import Lane
 from ..status import PeerInfo, PeerState
+from .handshake import RemoteEndpoint
 from .mapping import UNMAPPED, Mapping
 
 
@@ -61,25 +63,33 @@ class Link:
 
 
 @define(eq=False)
-class PeerSession:
+class PeerSession(KnownPeer):
     """One incarnation, for as long as the table of peers knows it: at least while a room uses it.
 
     Args:
-        known: what the table says of it.
+        remote: of a peer of the other side: what it announced, while rooms may be bound to it.
         link: between the transport and it; None: there is none.
         failed_at, failed: when and why an attempt to connect it has failed last.
         ended_at: when the end of its process was seen or confirmed; None: it was not, or its evidence was used.
         held: memory of failed rooms that waits for evidence about it.
+        plans: between the two instances, once a room has needed them.
         pace: on decode, how fast it has written, by its last word.
+        unmapped: on decode, why our pool is not mapped there, as it announced; empty: it is; None: it has not said.
+        flag_blocks: on decode, blocks of flags that were named to it, and that no room uses.
+        gone: on decode, it stores nothing any more.
     """
 
-    known: KnownPeer
+    remote: RemoteEndpoint | None = None
     link: Link | None = None
     failed_at: float = 0.0
     failed: DisaggKVError | None = None
     ended_at: float | None = None
     held: dict[RoomKey, HeldMemory] = field(factory=dict)
+    plans: InstancePlans | None = None
     pace: WirePace | None = None
+    unmapped: str | None = None
+    flag_blocks: list[int] = field(factory=list)
+    gone: bool = False
 
     @property
     def linked(self) -> bool:
@@ -91,9 +101,25 @@ class PeerSession:
         """What carries writes to it; None: it is not connected. From any thread."""
         return None if self.link is None else self.link.lane
 
+    @property
+    def mapping(self) -> Mapping:
+        """Its pool, as it is mapped here."""
+        return UNMAPPED if self.link is None else self.link.mapping
+
+    def learn(self, frame: Done | Expected) -> None:
+        """What later rooms ask a prefill rank for; the frame's own room may have ended already."""
+        if isinstance(frame, Done):
+            self.pace = frame.pace or self.pace
+        elif frame.unmapped is not None:
+            self.unmapped = frame.unmapped
+
+    def depart(self) -> None:
+        """No room may be bound to it any more."""
+        self.remote = self.unmapped = None
+
 
 class Sessions:
-    """The peers of one endpoint: one session for each incarnation that the table of peers knows.
+    """What operators and messages say of the peers of one endpoint, and the memory that waits for evidence about each.
 
     Args:
         table: the endpoint's peer table.
@@ -101,30 +127,17 @@ class Sessions:
         clock: time.
     """
 
-    def __init__(self, table: PeerTable, options: Options, clock: Callable[[], float]) -> None:
+    def __init__(self, table: PeerTable[PeerSession], options: Options, clock: Callable[[], float]) -> None:
         self._table = table
         self._silent_s = options.missed * options.heartbeat_s
         self._clock = clock
-        self._sessions: dict[Epoch, PeerSession] = {}
 
     # On the thread that advances.
-
-    def up(self, known: KnownPeer) -> PeerSession:
-        """A peer is there, perhaps again."""
-        return self._sessions.setdefault(known.epoch, PeerSession(known))
-
-    def get(self, epoch: Epoch) -> PeerSession | None:
-        """The session of an incarnation; None: the table does not know it. From any thread."""
-        return self._sessions.get(epoch)
-
-    def pop(self, epoch: Epoch) -> PeerSession | None:
-        """The table has forgotten an incarnation."""
-        return self._sessions.pop(epoch, None)
 
     def hold(self, key: RoomKey, held: dict[Epoch, HeldMemory], peers: Iterable[Epoch]) -> None:
         """A room that failed waits for evidence about these of its peers, and for no other."""
         for epoch in peers:
-            session = self._sessions.get(epoch)
+            session = self._table.known(epoch)
             if session is not None and epoch in held:
                 session.held[key] = held[epoch]
             elif session is not None:
@@ -133,33 +146,33 @@ class Sessions:
     @property
     def holding(self) -> bool:
         """Whether a room waits for evidence."""
-        return any(session.held for session in self._sessions.values())
+        return any(session.held for session in self._table.all())
 
     # From any thread.
 
     def listed(self) -> tuple[PeerInfo, ...]:
         """Every peer that is connected, in the order in which they came, and then every other that holds memory."""
-        sessions = list(self._sessions.values())  # one step
-        there = [self._info(session) for session in sessions if not session.known.lost]
-        return (*there, *(self._info(session) for session in sessions if session.known.lost and session.held))
+        sessions = self._table.all()
+        there = [self._info(session) for session in sessions if not session.lost]
+        return (*there, *(self._info(session) for session in sessions if session.lost and session.held))
 
     def _info(self, session: PeerSession) -> PeerInfo:
-        known, hello, lane = session.known, session.known.hello, session.lane
+        hello, lane = session.hello, session.lane
         held = list(session.held.items())  # one step
         now = self._clock()
-        silent_s = max(0.0, now - known.last_frame_at)
+        silent_s = max(0.0, now - session.last_frame_at)
         state: PeerState = "connected"
-        if known.used_since is not None and now - known.heard > self._silent_s:
+        if session.used_since is not None and now - session.heard > self._silent_s:
             state = "silent"
-        elif known.used_since is None and silent_s > self._silent_s:
+        elif session.used_since is None and silent_s > self._silent_s:
             state = "idle"
-        if known.lost:
-            state = "ended" if known.ended else "lost"
+        if session.lost:
+            state = "ended" if session.ended else "lost"
         return PeerInfo(
             hello.instance,
             Rank(hello.rank),
             hello.address,
-            known.epoch,
+            session.epoch,
             hello.host,
             hello.pid,
             state,
@@ -198,73 +211,3 @@ class Sessions:
             return epoch
         holding = (peer_name(p.epoch, p.instance, p.rank) for p in self.listed() if p.rooms)
         raise UnknownNameError("epoch", named if isinstance(named, str) else named.hex(), holding)
-
-
-class UsedPeers:
-    """Says to the table of peers which of them rooms use, each room once.
-
-    Args:
-        peers: counts the rooms.
-    """
-
-    def __init__(self, peers: PeerTable) -> None:
-        self._peers = peers
-        self._of: dict[RoomKey, list[KnownPeer]] = {}
-
-    def use(self, peer: Epoch, room: RoomKey, now: float) -> None:
-        """The room uses the peer until it is over."""
-        used = self._of.setdefault(room, [])
-        if all(one.epoch != peer for one in used) and (known := self._peers.use(peer, now)) is not None:
-            used.append(known)
-
-    def forget(self, room: RoomKey) -> None:
-        """The room is over."""
-        for peer in self._of.pop(room, ()):
-            self._peers.release(peer)
-
-
-def format_peers(peers: Sequence[PeerInfo]) -> str:
-    """A table of what ``peers()`` says, a line for each, those that hold most first; for a log or a terminal.
-
-    The last column is what ``confirm_terminated`` takes.
-    """
-    if not peers:
-        return "no peer is connected, and none holds memory"
-    head = (
-        "peer",
-        "state",
-        "transport",
-        "silent s",
-        "ring B",
-        "pages B",
-        "slots B",
-        "rooms",
-        "address",
-        "host",
-        "pid",
-        "epoch",
-    )
-    lines = [head, *(_cells(peer) for peer in sorted(peers, key=lambda peer: -peer.held_bytes))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def _cells(peer: PeerInfo) -> tuple[str, ...]:
-    name, _, _ = peer_name(peer.epoch, peer.instance, peer.rank).rpartition(" (")
-    address, host = (
-        "".join(c if c.isprintable() else "?" for c in text.replace(" ", "_")) for text in (peer.address, peer.host)
-    )
-    return (
-        name,
-        peer.state,
-        peer.transport or "-",
-        f"{peer.silent_s:.1f}",
-        str(peer.ring_bytes),
-        str(peer.page_bytes),
-        str(peer.slot_bytes),
-        ",".join(map(room_text, peer.rooms)) or "-",
-        address,
-        host,
-        str(peer.pid),
-        peer.epoch.hex(),
-    )

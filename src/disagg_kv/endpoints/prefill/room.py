@@ -15,6 +15,7 @@ from ...planning import Groups, Segment
 from ...trace import Observer, Span
 from ..handle import HostEvent
 from ..loop.event_loop import EventLoop
+from ..peers.session import PeerSession
 from .handle import DeliveryHandle, LayerGroups
 from .routes import Route
 
@@ -78,6 +79,7 @@ class PrefillRoom:
     """A room, with the ways to its decode ranks and the events that its rows wait for.
 
     ``soon_s``: after an event of the room, the shortest time in which something may be due for it.
+    ``used``: peers that it uses until it is over.
     """
 
     key: RoomKey
@@ -90,6 +92,7 @@ class PrefillRoom:
     withdrawn: list[HostEvent] = field(factory=list)
     ready_events: ReadyEvents = field(factory=ReadyEvents)
     passes: dict[int, LayerGroups] = field(factory=dict)
+    used: list[PeerSession] = field(factory=list)
 
     def arm_flag(self, transfer: Transfer, device: str, observer: Observer) -> Flag | None:
         """The flag of a transfer, for kernels of a device to raise behind its bytes; None: frames alone announce it.

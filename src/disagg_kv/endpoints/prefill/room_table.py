@@ -16,7 +16,6 @@ from ...memory import Event, MemoryPool
 from ..arrivals import Arrivals
 from ..handle import ENDED, ChangeQueue, HostEvent
 from ..loop.event_loop import EventLoop
-from ..peers.session import UsedPeers
 from ..spans import room_span
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
 from .movers.base import Mover
@@ -62,7 +61,6 @@ class PrefillRooms:
         self._failed: set[RoomKey] = set()
         self._passes = PassTimes(loop, self._throughput)
         self._timers: Timers[RoomKey] = Timers()
-        self._used = UsedPeers(loop.peers)
 
     @property
     def open_rooms(self) -> int:
@@ -250,7 +248,7 @@ class PrefillRooms:
         self._throughput.room_ended(room.key)
         del self.rooms[room.key]
         self._timers.schedule(room.key, None)
-        self._used.forget(room.key)
+        loop.release(room.used)
         self._failed.discard(room.key)
         if self.newest.get(name) is room:
             del self.newest[name]

@@ -20,7 +20,7 @@ from ..arrivals import Absent
 from ..handle import ChangeQueue
 from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
-from ..peers.handshake import RemoteEndpoint
+from ..peers.session import PeerSession
 from .handle import DeliveryHandle
 from .movers.base import Mover
 from .room import PrefillRoom
@@ -103,7 +103,7 @@ class PrefillSide(PrefillRooms):
         epoch = Epoch(frame.src)
         self._arrivals.forget(room.key.room, epoch)
         self.flows[room.key.room, epoch, frame.generation] = room
-        self._used.use(epoch, room.key, self.loop.now)
+        self.loop.use(epoch, room.used)
         return Generation(frame.generation)
 
     def _on_abort(self, frame: Abort) -> None:
@@ -120,7 +120,7 @@ class PrefillSide(PrefillRooms):
             self._arrivals.answer(frame)
             return
         self._apply(room, room.machine.decline(epoch, self._join(room, frame), frame, loop.now))
-        if epoch not in loop.remotes:
+        if loop.there(epoch) is None:
             # Lost already, or it could not be connected: it acknowledges nothing.
             lost = PeerLostError(f"{loop.sessions.name(epoch)} is lost", epoch=epoch)
             self._apply(room, room.machine.handle(epoch, Lost(epoch, lost), loop.now))
@@ -128,8 +128,8 @@ class PrefillSide(PrefillRooms):
     def _begin(self, room: PrefillRoom, frame: Expect) -> None:
         """A decode rank awaits an open room: decide how its bytes cross."""
         loop, epoch, name = self.loop, Epoch(frame.src), room.key.room
-        remote = loop.remotes.get(epoch)
-        if remote is None:
+        session = loop.there(epoch)
+        if session is None or (remote := session.remote) is None:
             loop.observer.count("frames.unknown_peer")
             return
         other = taken(tuple(room.routes.values()), remote)
@@ -138,17 +138,17 @@ class PrefillSide(PrefillRooms):
             return
         generation = self._join(room, frame)
         head = room_head(loop.me.epoch, epoch, name, generation)
-        mapping, lane = loop.mapping(epoch), loop.lane(epoch)
+        mapping, lane = session.mapping, loop.lane(session)
         said = None if mapping.pool is None and not mapping.refused else mapping.refused
         loop.send(Send(epoch, Expected(**head, parked=False, lane=lane.name, unmapped=said)))
         try:
             route, plan = self._router.find(
                 name,
+                session,
                 remote,
+                lane,
                 frame,
                 tuple(room.routes.values()),
-                mapping,
-                lane,
                 partial(room.grouped, loop),
             )
             stuck = self.transfers.staged.slots_of(self._failed, epoch)
@@ -171,7 +171,7 @@ class PrefillSide(PrefillRooms):
 
     # Peers.
 
-    def on_up(self, remote: RemoteEndpoint) -> None:
+    def on_up(self, session: PeerSession) -> None:
         """Nothing to do before the peer asks."""
 
     def on_greeted(self, epoch: Epoch) -> None:
@@ -186,14 +186,13 @@ class PrefillSide(PrefillRooms):
     def on_lost(self, lost: Lost) -> None:
         """Its flows end."""
         self._to_flows(lost.peer, lost)
-        self._router.forget(lost.peer)
 
-    def forget(self, epoch: Epoch) -> None:
-        """Nothing is kept of a rank that is not there."""
-        self._router.forget(epoch)
+    def forget(self, session: PeerSession) -> None:
+        """Nothing is kept of it but the session."""
 
-    def on_gone(self, epoch: Epoch) -> None:
+    def on_gone(self, session: PeerSession) -> None:
         """Nothing moves between us any more."""
+        epoch = session.epoch
         try:
             self.transfers.posts.gone(epoch)
         finally:

@@ -13,7 +13,7 @@ from ...core.wire.frames import Expect, WirePace, wire_pace
 from ...core.wire.page_runs import tables_from_wire
 from ...errors import ConfigurationError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ...geometry import shards_as
-from ...ids import Epoch, Rank, RoomId, room_name
+from ...ids import Rank, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
 from ...planning import (
     UNLIMITED,
@@ -47,6 +47,7 @@ from ...transports import Flags, Lane
 from ..expectation import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
+from ..peers.session import PeerSession
 from .read_pools import ReadPools
 
 P = TypeVar("P", Writes, StagedLayout, PageCopy)
@@ -142,31 +143,26 @@ class Router:
         self._schedule = schedule
         self._pace = pace
         self._paths = {path.name: path for path in paths}
-        self._plans: dict[Epoch, tuple[InstancePlans, MemoryPool]] = {}
-
-    def forget(self, epoch: Epoch) -> None:
-        """A decode rank is lost."""
-        self._plans.pop(epoch, None)
 
     def find(
         self,
         room: RoomId,
+        session: PeerSession,
         remote: RemoteEndpoint,
+        lane: Lane,
         frame: Expect,
         others: Sequence[Route],
-        mapping: Mapping,
-        lane: Lane,
         on_groups: OnGroups,
     ) -> tuple[Route, FlowPlan]:
         """Decide how the bytes cross.
 
         Args:
             room: which room.
-            remote: who awaits it.
+            session: of the decode rank that awaits it.
+            remote: what that rank announced.
+            lane: what carries writes there.
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
-            mapping: its pool, as it is mapped here.
-            lane: what carries writes to it.
             on_groups: called with each decision how layers are grouped.
 
         Raises:
@@ -176,12 +172,12 @@ class Router:
         me, hello = self._me, remote.hello
         starts = {Rank(route.remote.hello.rank): route.start for route in others if route.remote.site.token_groups}
         check_start(room_name(room), frame, remote.site, self._selection, Rank(hello.rank), starts)
-        known = self._plans.get(remote.epoch)
-        if known is None:
+        plans, mapping = session.plans, session.mapping
+        if plans is None:
             held = shards_as(tuple(me.shards), me.site.spec, remote.spec)
-            known = self._plans[remote.epoch] = InstancePlans.of(held, remote.site), self._pools.of(remote.spec)
-        plans, pool = known
+            plans = session.plans = InstancePlans.of(held, remote.site)
         rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
+        pool = self._pools.of(remote.spec)
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,10 +14,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ....endpoints import DecodeEndpoint, Expectation
 from ....geometry import PageTable
-from ....ids import Rank
 from ....memory import PagedPool
 from ....prefix import HashPrefixIndex, PrefixCache, PrefixLease, namespace_of
-from ....rendezvous import StoreMinimum
 from ....strategies import Incremental, strategy
 from .. import PageAllocator, PagedHFCache
 from ..events import computed
@@ -75,7 +72,6 @@ class _Rank:
         self._endpoint = endpoint
         self._pool = pool
         self._keeps = isinstance(strategy(self.config.strategy).selection, Incremental)
-        self._minimum = StoreMinimum(store, "decode", Rank(member.rank), member.world)
 
     def receive(self, turn: int) -> None:
         """Await the rows of every prompt that this rank does not hold."""
@@ -105,11 +101,9 @@ class _Rank:
         return table, lease.rows
 
     def _agreed(self, question: str, rows: int) -> int:
-        """The rows that all ranks of the group hold."""
-        self._minimum.say(question, rows)
-        while (agreed := self._minimum.agreed(question)) is None:
-            time.sleep(wire.PAUSE_S)
-        return agreed
+        """The rows that all ranks of the group hold: each says how many it does, and waits for the others."""
+        self._store.set(f"held {question} {self._member.rank}", str(rows))
+        return min(int(self._store.get(f"held {question} {rank}")) for rank in range(self._member.world))
 
     def generate(self, stage: Stage, turn: int) -> None:
         """Answer every prompt; unless it was the last turn, the answers' rows stay in the pages too."""
