@@ -34,7 +34,7 @@ SGLANG_IMPORTS = (
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 # The extra "nixl" means the package of that name, which brings NIXL for CUDA 12 and for CUDA 13: 470 MB. Either of the
 # two runs on a host without a GPU.
-INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,opentelemetry,prometheus]", "nixl-cu13")
+INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,prometheus]", "nixl-cu13")
 # What is not of the CPU suite.
 OUTSIDE = ("--ignore=tests/gpu", "--ignore=tests/engines")
 # Tests with engines take minutes: stacks of all threads after some of them would be no news.
@@ -185,7 +185,7 @@ def pytest(session: nox.Session, *default: str) -> None:
     given out one by one, the slow ones first.
     """
     system_packages(session)
-    session.env["DISAGG_KV_NEEDS"] = "nixl,mooncake,etcd,prometheus,opentelemetry"
+    session.env["DISAGG_KV_NEEDS"] = "nixl,mooncake,etcd,prometheus"
     given = session.posargs or default
     cpu(session, "python", "-m", "pytest", "-n", "3", "--maxschedchunk", "1", *given)
 

@@ -12,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg_kv.cli import main as cli
-from disagg_kv.cli.options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Programs, Verify, number
+from disagg_kv.cli.options import DecodePageSize, Device, Layers, PageSize, Verify, number
 from disagg_kv.cli.output import Json, JsonFlag, emit, progress
 
 from .commands.chunks import chunks
 from .commands.grant import grant
+from .commands.options import HeadDim, KvHeads
 from .commands.pipeline import pipeline
 from .commands.prefix import prefix
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from . import TransferReport
 
 Order = Literal["NHD", "HND"]
+Programs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most programs of a copy of mapped pages on a GPU; default: one per multiprocessor."),
+]
 Transport = Annotated[
     str | None, typer.Option(help="A transport, or several joined by +; default: shm for the CPU, cuda_ipc for GPUs.")
 ]

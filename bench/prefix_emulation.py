@@ -17,7 +17,7 @@ from disagg_kv.core import Phase
 from disagg_kv.endpoints.decode.scatter import RateLimiter
 from disagg_kv.errors import CapacityError, ConfigurationError
 from disagg_kv.geometry import I32, CacheSpec, item_bytes, shard
-from disagg_kv.planning import Intake, Limits, plain_site
+from disagg_kv.planning import Limits, RankPlan, plain_site
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, PrefixLease, namespace_of
 
 from .prefix_workload import Prompt
@@ -176,7 +176,7 @@ class Emulator:
         self._token_bytes = 2 * e.layers * e.kv_heads * item_bytes(e.dtype) * e.head_dim
         writers = [shard(spec, tp=e.prefill_tp, rank=rank) for rank in range(e.prefill_tp)]
         targets = [shard(spec, tp=e.decode_tp, rank=rank) for rank in range(e.decode_tp)]
-        self._intakes = [Intake.build(spec, writers, target) for target in targets]
+        self._rank_plans = [RankPlan.build(spec, writers, target) for target in targets]
         scale = sum(len(p.tokens) + p.answer for p in prompts) + e.decode_page * len(prompts) if ideal else 0
         self._prefill, _ = _cache(spec, e.prefill_kv_tokens + scale, e.prefill_page)
         self._decode, self._index = _cache(spec, e.decode_kv_tokens + scale, e.decode_page)
@@ -318,10 +318,10 @@ class Emulator:
         e, host = self._e, self._clock()
         limits = Limits(e.slot_bytes, e.lease_bytes, e.decode_page)
         pieces: list[tuple[int, int]] = []
-        for target, intake in enumerate(self._intakes):
-            for layers in intake.stages:
-                for segment in intake.cut(start, stop, layers, limits):
-                    nbytes = sum(intake.part_bytes(segment, writer) for writer in intake.writers(segment))
+        for target, rank_plan in enumerate(self._rank_plans):
+            for layers in rank_plan.stages:
+                for segment in rank_plan.cut(start, stop, layers, limits):
+                    nbytes = sum(rank_plan.part_bytes(segment, writer) for writer in rank_plan.writers(segment))
                     pieces.append((target, nbytes))
         host = 0.0 if self._ideal else self._clock() - host
         self._host_s += host

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
+from disagg_kv.engines.hf.demo.devices import spread
 from disagg_kv.errors import DeadlineError, DisaggKVError, PeerLostError
 from disagg_kv.ids import Role
-from disagg_kv.memory import spread
 from disagg_kv.strategies import Explanation
 from disagg_kv.transports import transport
 

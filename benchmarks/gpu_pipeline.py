@@ -42,8 +42,8 @@ from attrs import field, frozen
 
 from bench.machine import Machine, installed
 from bench.ranks import Ranks, running, within_one_process
+from disagg_kv.engines.hf.demo.devices import spread
 from disagg_kv.errors import DisaggKVError, IntegrityError
-from disagg_kv.memory import spread
 from disagg_kv.planning import exposed_s
 
 from .model_ranks import (

@@ -22,7 +22,7 @@ import attrs
 from bench.machine import Machine
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
-from disagg_kv.planning import Intake, Limits, PartView, Segment, plain_site
+from disagg_kv.planning import Limits, PartView, RankPlan, Segment, plain_site
 from disagg_kv.strategies import explain
 
 TOKENS, LAYERS, HEADS, DIM, PAGE = 128 * 1024, 64, 8, 128, 64
@@ -42,13 +42,13 @@ def _plan(spec: CacheSpec) -> tuple[list[Segment], int, dict[str, float]]:
     target = shard(spec, tp=4, rank=0)
     site = plain_site(spec, writers[0], TOKENS, PAGE)
     times = [clock()]
-    intake = Intake.build(spec, writers, target)
+    rank_plan = RankPlan.build(spec, writers, target)
     times.append(clock())
-    segments = intake.cut(0, TOKENS, range(LAYERS), Limits(SLOT, LEASE, PAGE))
+    segments = rank_plan.cut(0, TOKENS, range(LAYERS), Limits(SLOT, LEASE, PAGE))
     times.append(clock())
-    leases = [intake.lease(segment) for segment in segments]
+    leases = [rank_plan.lease(segment) for segment in segments]
     times.append(clock())
-    view = PartView(site, intake.parts[0])
+    view = PartView(site, rank_plan.parts[0])
     layouts = [view.layout(segment) for segment in segments]
     times.append(clock())
     sent = sum(layout.nbytes for layout in layouts)
@@ -64,9 +64,9 @@ def _elect(ranks: int) -> float:
     took = []
     for rotation in range(3):
         began = time.thread_time()
-        intake = Intake.build(spec, writers, target, rotation)
+        rank_plan = RankPlan.build(spec, writers, target, rotation)
         took.append(time.thread_time() - began)
-        assert all(intake.parts), "a replica sends nothing"
+        assert all(rank_plan.parts), "a replica sends nothing"
     return 1e3 * min(took)
 
 

@@ -137,12 +137,12 @@ def plan(data: bytes) -> None:
         return
     remote, plans = me.meet(hello)
     rotation = plans.rotation(RoomId(b"room"))
-    intake, pair = plans.intake(rotation), plans.pair(rotation, Rank(0), me.site, EVERY)
+    rank_plan, pair = plans.rank_plan(rotation), plans.pair(rotation, Rank(0), me.site, EVERY)
     stop = min(given.stop, me.rows)
     # What fits nowhere, and pages that do not fit, are errors of ours that end the room.
     with suppress(DisaggKVError):
-        for layers in intake.ranges(Rank(0)):
-            for segment in intake.cut(0, stop, layers, Limits(4096, hello.lease_bytes, page_rows(remote.site))):
+        for layers in rank_plan.ranges(Rank(0)):
+            for segment in rank_plan.cut(0, stop, layers, Limits(4096, hello.lease_bytes, page_rows(remote.site))):
                 for path in paths().values():
                     _post(path, Job(pair, segment, me.tables, tables), hello)
 

@@ -12,8 +12,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from disagg_kv.cli.options import HeadDim, KvHeads, Layers, number
+from disagg_kv.cli.options import Layers, number
 from disagg_kv.cli.output import JsonFlag, emit, progress
+
+from .options import HeadDim, KvHeads
 
 if TYPE_CHECKING:
     from ..pipeline import PipelineReport

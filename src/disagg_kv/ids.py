@@ -30,9 +30,6 @@ to read a mapping of theirs, write ``held[GroupId("kv")]``.
 KV = GroupId("kv")
 """The group of tokens of a pool whose groups the engine does not name."""
 
-PageId = NewType("PageId", int)
-"""Index of a page in its group, counted from 0."""
-
 RegionId = NewType("RegionId", int)
 """One registered buffer of a transport; unique only together with the peer that registered it."""
 

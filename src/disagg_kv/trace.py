@@ -12,10 +12,9 @@ from typing import Protocol
 
 from attrs import field, frozen
 
-from .errors import ConfigurationError
 from .ids import RoomId
 
-__all__ = ["Observer", "Recorder", "Several", "Silent", "Span", "chrome_trace"]
+__all__ = ["Observer", "Recorder", "Silent", "Span", "chrome_trace"]
 
 log = logging.getLogger("disagg_kv")
 
@@ -102,34 +101,6 @@ class Guarded:
     def _drop(self) -> None:
         log.warning("observer %s raised and is dropped", type(self._observer).__name__, exc_info=True)
         self._observer = Silent()
-
-
-class Several:
-    """Forwards to several observers, such as metrics and traces. One that raises is dropped; the others stay.
-
-    Args:
-        observers: each gets all spans and counts.
-
-    Raises:
-        ConfigurationError: one of them is no observer.
-    """
-
-    def __init__(self, *observers: Observer) -> None:
-        for one in observers:
-            if not (callable(getattr(one, "span", None)) and callable(getattr(one, "count", None))):
-                raise ConfigurationError(f"observers: {type(one).__name__!r} is no observer: it needs span and count")
-        self._observers = tuple(Guarded(one) for one in observers)
-        self.layers = any(map(wants_layers, observers))
-
-    def span(self, span: Span) -> None:
-        """Forward it."""
-        for one in self._observers:
-            one.span(span)
-
-    def count(self, name: str, amount: int = 1) -> None:
-        """Forward it."""
-        for one in self._observers:
-            one.count(name, amount)
 
 
 class Recorder:

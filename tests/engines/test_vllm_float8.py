@@ -14,9 +14,9 @@ import torch
 
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, room_id
+from disagg_kv.engines.options import EngineOptions
 from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
-from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import GroupId
@@ -67,7 +67,7 @@ def opened(ends: ExitStack, model: Path, role: str, kind: str, scales: tuple[flo
     tensors = {name: torch.full((BLOCKS, HEADS, BLOCK, 2 * DIM), 7, dtype=spec.dtype) for name in layers}
     produces = role == "kv_producer"
     _, found = open_worker(
-        ConnectorOptions.of({"verify": "full"}), facts(config, cache, tiles=False), tensors, layers,
+        EngineOptions(verify="full"), facts(config, cache, tiles=False), tensors, layers,
         e4m3="float8_e4m3fn", rank=0, group=None, produces=produces, consumes=not produces,
     )  # fmt: skip
     ends.callback(found.close)
@@ -111,6 +111,6 @@ def test_a_scale_that_was_never_loaded_is_refused_by_name(model: Path) -> None:
     tensors = {one: torch.zeros((BLOCKS, HEADS, BLOCK, 2 * DIM), dtype=spec.dtype) for one in layers}
     with pytest.raises(ConfigurationError, match=r"layers\.2\.self_attn\.attn: v_scale is -1\.0"):
         open_worker(
-            ConnectorOptions(), facts(config, cache, tiles=False), tensors, layers, e4m3="float8_e4m3fn",
+            EngineOptions(), facts(config, cache, tiles=False), tensors, layers, e4m3="float8_e4m3fn",
             rank=0, group=None, produces=False, consumes=True,
         )  # fmt: skip

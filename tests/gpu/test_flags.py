@@ -24,7 +24,7 @@ from disagg_kv.transports import SupportsFlags, SupportsMapping, Transport
 from disagg_kv.transports.flags import SLOT_WORDS, WORD, raised, words_of
 from tests.support import cuda_ends
 from tests.support.cuda_ends import device
-from tests.support.pools import KV, staged_layout
+from tests.support.pools import KV, adopted, staged_layout
 
 COPIES = int(os.environ.get("DISAGG_KV_FLAGS", "400"))
 PAGES, PAGE = 32, 1 << 20
@@ -41,7 +41,7 @@ def content(number: int) -> int:
 def pool(buffer: Buffer) -> PagedPool:
     """32 pages of 1 MiB each."""
     spec, plane = CacheSpec.mla(1, PAGE, "uint8"), Plane(LayerId(0), "latent", KV, 0, 0, PAGE, PAGE, PAGE)
-    return PagedPool.adopt(spec, shard(spec), [Group(KV, rows_per_page=1, pages=PAGES)], [plane], [buffer])
+    return adopted(spec, shard(spec), [Group(KV, rows_per_page=1, pages=PAGES)], [plane], [buffer])
 
 
 def memory() -> tuple[torch.Tensor, Buffer]:

@@ -11,7 +11,7 @@ import torch
 from disagg_kv.engines.hf import PagedHFCache
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId
-from disagg_kv.memory import CudaEvent, Event, Mark, PagedPool
+from disagg_kv.memory import Event, Mark, PagedPool
 
 LAYERS, HEADS, DIM = 3, 2, 16
 FIRST, ROWS = 8, 40
@@ -49,7 +49,7 @@ def test_rows_go_to_pages_and_layers_are_announced_without_a_host_that_waits() -
         for layer in range(LAYERS):
             cache.update(*given[layer][..., FIRST:, :], layer)
     assert list(seen) == list(range(LAYERS))
-    assert all(isinstance(event, CudaEvent) and event.cuda_event for event in seen.values())
+    assert all(isinstance(event, torch.cuda.Event) and event.cuda_event for event in seen.values())
     for layer in range(LAYERS):
         for ours, theirs in zip(paged.read(layer, table, 0, ROWS), given[layer], strict=True):
             assert torch.equal(ours, theirs)

@@ -34,11 +34,10 @@ from disagg_kv.geometry import (
     Plane,
     Shard,
     Site,
-    attention_tp,
     shard,
     stages,
 )
-from disagg_kv.ids import GroupId, LayerId, Rank
+from disagg_kv.ids import LayerId, Rank
 from disagg_kv.kernels import TritonKernels
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
@@ -76,7 +75,7 @@ MORE = (
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
-FUNCTIONS = (attempt_id, attention_tp, namespace_of, register, register_transport, room_id, stages)
+FUNCTIONS = (attempt_id, namespace_of, register, register_transport, room_id, stages)
 
 
 def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
@@ -406,10 +405,10 @@ def _cache() -> PrefixCache:
     return PrefixCache(_index(), PageAllocator(range(16)), pool.site)
 
 
-@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing", extra="long octets")
+@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing")
 def _prefix_cache(bench: Bench) -> Ready:
     pool = PagedPool.allocate(SPEC, shard(SPEC), pages=16, page_size=4)
-    good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site, "extra": b""}
+    good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site}
     return PrefixCache, good
 
 
@@ -489,7 +488,7 @@ plain("room_id", room_id, {"text": "req-1"}, text="name or long")
 covers("attempt_id", request="room", attempt="count")(
     lambda bench: (attempt_id, {"request": bench.room(), "attempt": 2})
 )
-plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")
+plain("namespace_of", namespace_of, {"spec": SPEC}, spec="thing")
 
 plain("Source.__init__", Source, {"instance": "P", "addresses": ()}, instance="name", addresses="texts")
 plain("Options.__init__", Options, dict.fromkeys((), None),
@@ -532,10 +531,10 @@ covers("StoreRendezvous.withdraw", instance="text", rank="count")(
     lambda bench: (StoreRendezvous(Store()).withdraw, {"instance": "P", "rank": 0})
 )
 plain("StoreRendezvous.__init__", StoreRendezvous, {"store": Store(), "prefix": "p"}, store="thing", prefix="text")
-covers("ZmqChannel.__init__", bind="thing", advertise="name or none", keys="thing or none", linger_s="drain",
+covers("ZmqChannel.__init__", bind="thing", advertise="name or none", keys="thing or none",
        high_water="count", unencrypted_network="flag")(
     lambda bench: (lambda **given: ZmqChannel(**given).close(),
-                   {"bind": "tcp://127.0.0.1:0", "advertise": None, "keys": None, "linger_s": 0.0, "high_water": 1,
+                   {"bind": "tcp://127.0.0.1:0", "advertise": None, "keys": None, "high_water": 1,
                     "unencrypted_network": False})
 )  # fmt: skip
 covers("UnixChannel.__init__", bind="thing", high_water="count")(
@@ -581,36 +580,25 @@ plain("CacheSpec.mla", CacheSpec.mla, {"num_layers": 2, "latent_dim": 4, "dtype"
       num_layers="count", latent_dim="count", dtype="thing", model="long octets")  # fmt: skip
 plain("CacheSpec.cast", SPEC.cast, {"dtype": "bfloat16", "computed": False}, dtype="thing", computed="flag")
 plain("CacheSpec.component", SPEC.component, {"layer": 0, "name": "k"}, layer="count", name="any text")
-plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1), "ways": 1, "index": 0,
-      "granule": 1}, component="text", layers="ids", units="ids", ways="count", index="count",
-      granule="count")  # fmt: skip
+plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1)}, component="text", layers="ids",
+      units="ids")  # fmt: skip
 plain("Shard.__init__", Shard, {"holdings": []}, holdings="things")
 plain("Shard.units", shard(SPEC).units, {"layer": 0, "component": "k"}, layer="count", component="any text")
 plain("Shard.check", shard(SPEC).check, {"spec": SPEC}, spec="thing")
 plain("shard", shard, {"spec": SPEC, "tp": 1, "rank": 0, "layers": None, "units": None}, spec="thing", tp="count",
       rank="count", layers="tokens or none", units="mapping or none")  # fmt: skip
 plain("stages", stages, {"spec": SPEC, "pp": 1}, spec="thing", pp="count")
-plain("attention_tp", attention_tp, {"tp": 2, "dp": 1}, tp="count", dp="count")
 plain("Buffer.__init__", Buffer, {"addr": 4096, "nbytes": 1, "device": "cpu", "owner": None}, addr="count",
       nbytes="count", device="text", owner="anything")  # fmt: skip
 
 POOL = {"spec": SPEC, "shard": shard(SPEC), "pages": 2, "page_size": 4, "state_slots": 0, "layout": "NHD",
-        "fused": False, "group": KV, "state_group": GroupId("state"), "aux_slots": 1, "aux_bytes": 8, "allocator": None,
+        "fused": False, "group": KV, "aux_slots": 1, "aux_bytes": 8, "allocator": None,
         "device": "cpu"}  # fmt: skip
 plain("PagedPool.allocate", PagedPool.allocate, POOL, spec="thing", shard="thing", pages="count", page_size="count",
-      state_slots="count", layout="thing", fused="flag", group="text", state_group="text", aux_slots="count",
+      state_slots="count", layout="thing", fused="flag", group="text", aux_slots="count",
       aux_bytes="count", allocator="function or none", device="thing")  # fmt: skip
 
 
-def _adopts() -> dict[str, object]:
-    pool = _pool()
-    site = pool.site
-    return {"spec": SPEC, "shard": site.shard, "groups": site.groups, "planes": site.planes, "buffers": pool.buffers,
-            "aux_slots": 1, "aux_bytes": 8}  # fmt: skip
-
-
-covers("PagedPool.adopt", spec="thing", shard="thing", groups="things", planes="things", buffers="things",
-       aux_slots="count", aux_bytes="count")(lambda bench: (PagedPool.adopt, _adopts()))  # fmt: skip
 covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", aux_bytes="count")(
     lambda bench: (lambda pool: (PagedPool, {"site": pool.site, "buffers": pool.buffers, "aux_slots": 1,
                                              "aux_bytes": 8}))(_pool())
@@ -620,12 +608,12 @@ covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", 
 def _tensors() -> dict[str, object]:
     tensors = {layer: {n: torch.zeros(2, 4, 2, 8, dtype=torch.float16) for n in "kv"} for layer in SPEC.layers}
     return {"spec": SPEC, "shard": shard(SPEC), "tensors": tensors, "layout": "NHD", "group": KV,
-            "state_group": GroupId("state"), "null_page": None, "aux_slots": 1, "aux_bytes": 8,
+            "null_page": None, "aux_slots": 1, "aux_bytes": 8,
             "overlaid": False}  # fmt: skip
 
 
 covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing", group="text by layer",
-       state_group="text by layer", null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
+       null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
     lambda bench: (PagedPool.from_tensors, _tensors())
 )  # fmt: skip
 covers("PagedPool.view", plane="count")(lambda bench: (_pool().view, {"plane": 0}))

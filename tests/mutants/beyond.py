@@ -100,7 +100,7 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             "self.remote = self.unmapped = None", "self.remote = None"),
      choice.test_what_a_lost_rank_has_said_is_forgotten),
     (Mutant("a rank that sends nothing has a say",
-            CHOICE + "choose", "if intake.parts[rank]", "if True"),
+            CHOICE + "choose", "if rank_plan.parts[rank]", "if True"),
      partial(choice.test_a_rank_that_sends_nothing_here_has_no_say, choice.SPEC)),
     (Mutant("an endpoint closes without a word", LOOP + "stop", "self.peers.epochs()", "()"),
      partial(last_words.closes_everywhere, "decode", "mapped", ShmTransport)),

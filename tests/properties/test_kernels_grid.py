@@ -13,7 +13,7 @@ from disagg_kv.kernels import CpuKernels, Move, ReferenceKernels
 from disagg_kv.memory import Layout, PagedPool
 from tests.support.convert_grid import cases
 from tests.support.copy_grid import CopyGrid, Kind, check_copy
-from tests.support.pools import KV, buffer_over, noise, over, staged_layout
+from tests.support.pools import KV, adopted, buffer_over, noise, over, staged_layout
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
 CAST = {1: "uint8", 2: "float16", 4: "int32"}
@@ -61,7 +61,7 @@ def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_ev
         of, planes, nbytes = _misplaced(shaped, shift)
         full = noise(nbytes, heads)
         memories = (full.copy(), full.copy())
-        pools = [PagedPool.adopt(spec, of, shaped.site.groups, planes, (buffer_over(m),)) for m in memories]
+        pools = [adopted(spec, of, shaped.site.groups, planes, (buffer_over(m),)) for m in memories]
         unit_bytes = (spec.component(planes[0].layer, "k").unit_bytes, spec.component(planes[0].layer, "v").unit_bytes)
         for moves, size in _moves(heads, page_size, unit_bytes):
             staged = [noise(size, 1), noise(size, 1)]

@@ -19,9 +19,9 @@ from disagg_kv.kernels import CpuKernels, Move, PageMove, Pages
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import PairPlan, Segment, Writes
 from disagg_kv.planning.descriptors import direct_writes, slice_writes
-from disagg_kv.planning.intake import Intake
+from disagg_kv.planning.rank_plan import RankPlan
 from disagg_kv.planning.staged import PartView
-from tests.support.pools import KV, Bytes, buffer_over, noise
+from tests.support.pools import KV, Bytes, adopted, buffer_over, noise
 
 LAYERS = 2
 START, MIDDLE, STOP = 5, 40, 70
@@ -97,15 +97,15 @@ def _rank(seed: int, tp: int, rank: int, heads: int, page_size: int, layout: str
     memory = filled.copy()
     needed = LAYERS * len(rows) * len(held) * sum(BYTES[kind])
     groups = (Group(KV, page_size, pages),)
-    pool = PagedPool.adopt(spec, shard(spec, tp=tp, rank=rank), groups, planes, [buffer_over(memory)])
+    pool = adopted(spec, shard(spec, tp=tp, rank=rank), groups, planes, [buffer_over(memory)])
     return _Rank(pool, {KV: PageTable(KV, ids)}, memory, poison, filled, needed)
 
 
 @cache
-def _intake(prefill: int, decode: int, rank: int, heads: int, kind: Kind, rotation: int) -> Intake:
+def _rank_plan(prefill: int, decode: int, rank: int, heads: int, kind: Kind, rotation: int) -> RankPlan:
     spec = _spec(heads, kind)
     writers: list[Shard] = [shard(spec, tp=prefill, rank=r) for r in range(prefill)]
-    return Intake.build(spec, writers, shard(spec, tp=decode, rank=rank), rotation)
+    return RankPlan.build(spec, writers, shard(spec, tp=decode, rank=rank), rotation)
 
 
 def _write(writes: Writes, source: Bytes, target: Bytes) -> None:
@@ -118,27 +118,27 @@ def _write(writes: Writes, source: Bytes, target: Bytes) -> None:
         target[writes.remote_off[of][:, None] + each] = source[writes.local_off[of][:, None] + each]
 
 
-def _one_sided(sources: Sequence[_Rank], target: _Rank, intake: Intake, *, direct: bool) -> int:
+def _one_sided(sources: Sequence[_Rank], target: _Rank, rank_plan: RankPlan, *, direct: bool) -> int:
     """Transfer by ``direct`` or ``slice``; returns how many bytes were posted."""
     plan = direct_writes if direct else slice_writes
     posted = 0
-    for source, parts in zip(sources, intake.parts, strict=True):
+    for source, parts in zip(sources, rank_plan.parts, strict=True):
         writes = plan(PairPlan(source.pool.site, target.pool.site, parts), WHOLE, source.tables, target.tables)
         _write(writes, source.filled, target.memory)
         posted += writes.total()
     return posted
 
 
-def _staged(sources: Sequence[_Rank], target: _Rank, intake: Intake) -> int:
+def _staged(sources: Sequence[_Rank], target: _Rank, rank_plan: RankPlan) -> int:
     """Transfer by gather, one bulk copy per writer, scatter; returns how many bytes were posted."""
     kernels = CpuKernels()
     posted = 0
     for segment in HALVES:
-        places, nbytes = intake.lease(segment)
+        places, nbytes = rank_plan.lease(segment)
         lease = noise(nbytes, 7)
         moves: list[Move] = []
         for writer, (offset, size) in places.items():
-            source, parts = sources[writer], intake.parts[writer]
+            source, parts = sources[writer], rank_plan.parts[writer]
             layout = PartView(source.pool.site, parts).layout(segment)
             assert layout.nbytes == size
             slot = noise(size, 8)
@@ -151,10 +151,10 @@ def _staged(sources: Sequence[_Rank], target: _Rank, intake: Intake) -> int:
     return posted
 
 
-def _mapped(sources: Sequence[_Rank], target: _Rank, intake: Intake) -> int:
+def _mapped(sources: Sequence[_Rank], target: _Rank, rank_plan: RankPlan) -> int:
     """Transfer by one copy of all writers' pages into the target's; returns how many bytes were copied."""
     moves: list[PageMove] = []
-    for source, parts in zip(sources, intake.parts, strict=True):
+    for source, parts in zip(sources, rank_plan.parts, strict=True):
         plan = PairPlan(source.pool.site, target.pool.site, parts).page_copy(WHOLE)
         moves.append(PageMove(plan, Pages(source.pool, source.tables), Pages(target.pool, target.tables)))
     CpuKernels().copy(moves, None)
@@ -175,25 +175,25 @@ def test_every_path_leaves_the_pool_that_plain_indexing_says(prefill: int, decod
         targets = _ranks("decode", decode, heads, *theirs, kind)
         # Decode ranks that share a head take in the same; who sends which piece of it turns with the case.
         for rank in range(0, decode, max(1, decode // heads)):
-            intake = _intake(prefill, decode, rank, heads, kind, case % prefill)
-            _check(sources, targets[rank], intake, alike=ours == theirs)
+            rank_plan = _rank_plan(prefill, decode, rank, heads, kind, case % prefill)
+            _check(sources, targets[rank], rank_plan, alike=ours == theirs)
 
 
-def _check(sources: Sequence[_Rank], target: _Rank, intake: Intake, *, alike: bool) -> None:
+def _check(sources: Sequence[_Rank], target: _Rank, rank_plan: RankPlan, *, alike: bool) -> None:
     """Compare the pools that the paths leave with what plain indexing says, byte for byte."""
     held = [sum(len(h.units) for h in rank.pool.site.shard if h.component == "k") for rank in (*sources, target)]
     direct = not any(
-        PairPlan(s.pool.site, target.pool.site, p).direct_refusal for s, p in zip(sources, intake.parts, strict=True)
+        PairPlan(s.pool.site, target.pool.site, p).direct_refusal for s, p in zip(sources, rank_plan.parts, strict=True)
     )
     assert direct or not (alike and len(set(held)) == 1)
     for path in ["slice", "staged", "mapped"] + ["direct"] * direct:
         target.memory[:] = target.poison
         if path == "staged":
-            posted = _staged(sources, target, intake)
+            posted = _staged(sources, target, rank_plan)
         elif path == "mapped":
-            posted = _mapped(sources, target, intake)
+            posted = _mapped(sources, target, rank_plan)
         else:
-            posted = _one_sided(sources, target, intake, direct=path == "direct")
+            posted = _one_sided(sources, target, rank_plan, direct=path == "direct")
         assert posted == target.needed, path
         assert np.array_equal(target.memory, target.filled), path
     assert all(np.array_equal(source.memory, source.filled) for source in sources)
@@ -206,7 +206,7 @@ def test_a_swapped_head_is_seen() -> None:
     view = source.pool.view(0)
     view[...] = view[:, :, ::-1].copy()
     target.memory[:] = target.poison
-    _staged([source], target, _intake(1, 1, 0, 2, ALIKE, 0))
+    _staged([source], target, _rank_plan(1, 1, 0, 2, ALIKE, 0))
     assert not np.array_equal(target.memory, target.filled)
 
 
@@ -214,7 +214,7 @@ def test_a_swapped_head_is_seen() -> None:
 def test_pools_that_differ_in_pages_are_refused_by_direct_alone(writer: Rank) -> None:
     """The refusal names both page sizes."""
     sources, (target,) = _ranks("prefill", 2, 2, 16, "NHD", ALIKE), _ranks("decode", 1, 2, 64, "NHD", ALIKE)
-    parts = _intake(2, 1, 0, 2, ALIKE, 0).parts[writer]
+    parts = _rank_plan(2, 1, 0, 2, ALIKE, 0).parts[writer]
     reason = PairPlan(sources[writer].pool.site, target.pool.site, parts).direct_refusal
     assert reason is not None
     assert "16 rows here and of 64 rows there" in reason

@@ -38,9 +38,6 @@ holdings = st.builds(
     layers=st.lists(st.tuples(layers, counts), max_size=3).map(tuple),
     start=numbers,
     stop=numbers,
-    ways=numbers,
-    index=numbers,
-    granule=numbers,
 )
 small = st.integers(0, 4)
 components = st.builds(
@@ -211,7 +208,7 @@ def introduction(**change: object) -> f.Hello:
     return msgspec.structs.replace(plain, **change)
 
 
-HOLDING = f.WireHolding("k", ((0, 1),), 0, 1, 1, 0, 1)
+HOLDING = f.WireHolding("k", ((0, 1),), 0, 1)
 PLANE = (0, "k", "g", 0, 0, 1, 1, 1, 1, 1, 1)
 MANY = f.MAX_ENTRIES + 1
 
@@ -221,8 +218,8 @@ MANY = f.MAX_ENTRIES + 1
     [
         {"rank": f.MAX_RANKS},
         {"shards": ((),) * (f.MAX_RANKS + 1)},
-        {"shards": ((f.WireHolding("k", ((0, 1),) * MANY, 0, 1, 1, 0, 1),),)},
-        {"shards": ((f.WireHolding("k", ((f.MAX_ENTRIES, 1),), 0, 1, 1, 0, 1),),)},
+        {"shards": ((f.WireHolding("k", ((0, 1),) * MANY, 0, 1),),)},
+        {"shards": ((f.WireHolding("k", ((f.MAX_ENTRIES, 1),), 0, 1),),)},
         {"regions": (0,) * MANY},
         {"regions": (1 << 31,)},
         {"descriptor": bytes(f.MAX_DESCRIPTOR + 1)},

@@ -13,10 +13,10 @@ from disagg_kv.errors import OversizeError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, Shard, shard, stages
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.planning import (
-    Intake,
     Limits,
     PairPlan,
     PartView,
+    RankPlan,
     RowRange,
     Segment,
     direct_writes,
@@ -34,19 +34,19 @@ EDGES = st.lists(st.integers(1, 39), max_size=3).map(lambda edges: sorted({0, *e
 LIMITS = st.sampled_from([(96, 4096), (200, 4096), (1 << 20, 512), (1 << 20, 1 << 20)])
 
 
-def _cuts(intake: Intake, edges: list[int], limits: tuple[int, int], page_rows: int = 4) -> list[Segment]:
+def _cuts(rank_plan: RankPlan, edges: list[int], limits: tuple[int, int], page_rows: int = 4) -> list[Segment]:
     """All segments of a room whose chunks end at ``edges``."""
     slot, lease = limits
     return [
         segment
-        for stage in intake.stages
+        for stage in rank_plan.stages
         for segment in (
             *(
                 one
                 for a, b in itertools.pairwise(edges)
-                for one in intake.cut(a, b, stage, Limits(slot, lease, page_rows, 1))
+                for one in rank_plan.cut(a, b, stage, Limits(slot, lease, page_rows, 1))
             ),
-            *intake.cut_states(stage, Limits(slot, lease, alignment=1)),
+            *rank_plan.cut_states(stage, Limits(slot, lease, alignment=1)),
         )
     ]
 
@@ -64,19 +64,21 @@ def test_the_union_is_the_box_each_cell_once(
     """Any split, chunks and limits: states whole, windows' tails, other tokens after the held."""
     rows = RowRange(held, edges[-1] if known else None)
     for target in world.targets:
-        intake = Intake.build(world.spec, world.writers, target, rotation).for_rows(rows)
+        rank_plan = RankPlan.build(world.spec, world.writers, target, rotation).for_rows(rows)
         there = build_site(world.spec, target, 4, 16, orders[1])
         found: Counter[oracle.RowCell] = Counter()
-        for segment in _cuts(intake, [intake.floor(held), *(e for e in edges if e > intake.floor(held))], limits):
-            intake.validate(segment)
-            for rank, parts in enumerate(intake.parts):
+        for segment in _cuts(
+            rank_plan, [rank_plan.floor(held), *(e for e in edges if e > rank_plan.floor(held))], limits
+        ):
+            rank_plan.validate(segment)
+            for rank, parts in enumerate(rank_plan.parts):
                 here = build_site(world.spec, world.writers[rank], 2, 32, orders[0])
                 ours, theirs = (PartView(s, parts).for_rows(rows).layout(segment) for s in (here, there))
                 cells = list(oracle.laid_out(here, ours))
                 assert cells == list(oracle.laid_out(there, theirs))
                 assert ours.nbytes == theirs.nbytes == sum(n for _, _, n in cells)
-                assert ours.nbytes == intake.part_bytes(segment, Rank(rank)) <= limits[0]
-                assert (Rank(rank) in intake.writers(segment)) == bool(cells)
+                assert ours.nbytes == rank_plan.part_bytes(segment, Rank(rank)) <= limits[0]
+                assert (Rank(rank) in rank_plan.writers(segment)) == bool(cells)
                 found.update(cell for cell, _, _ in cells)
         assert found == Counter(oracle.needed(world.spec, target, held, edges[-1], known=known))
 
@@ -88,8 +90,8 @@ def test_what_must_land_holds_every_needed_cell_and_no_layer_without_one(
     """The boxes that decode waits for: without one of them a room must not succeed."""
     rows = RowRange(held, 40 if known else None)
     for target in world.targets:
-        intake = Intake.build(world.spec, world.writers, target, rotation).for_rows(rows)
-        boxes = intake.needed(RowRange(held, 40))
+        rank_plan = RankPlan.build(world.spec, world.writers, target, rotation).for_rows(rows)
+        boxes = rank_plan.needed(RowRange(held, 40))
         cells = oracle.needed(world.spec, target, held, 40, known=known)
         for component, layer, row, _ in cells:
             state = oracle.component(world.spec, layer, component).rows > 0
@@ -111,7 +113,7 @@ def test_slices_and_runs_of_pages_move_the_same_cells(
     (target, number), writer = (world.targets[0], 0), world.writers[0]
     if stride == 2:  # an equal layout, so that runs of pages are possible
         target, orders = writer, (orders[0], orders[0])
-    intake = Intake.build(world.spec, [writer] if stride == 2 else world.writers, target, seed).for_rows(rows)
+    rank_plan = RankPlan.build(world.spec, [writer] if stride == 2 else world.writers, target, seed).for_rows(rows)
     source = build_site(world.spec, writer, page, 80 // page + 3, orders[0], number)
     there = build_site(world.spec, target, page, 80 // page + 3, orders[1], number)
     tables, others = (
@@ -121,9 +123,9 @@ def test_slices_and_runs_of_pages_move_the_same_cells(
         for i, site in enumerate((source, there))
     )
     memory, before = oracle.fresh(source, seed), oracle.fresh(there, seed + 2)
-    pair = PairPlan(source, there, intake.parts[0], rows)
+    pair = PairPlan(source, there, rank_plan.parts[0], rows)
     wanted = oracle.needed(world.spec, target, held, stop, known=True)
-    for segment in _cuts(intake, [intake.floor(held), stop], (1 << 20, 1 << 20)):
+    for segment in _cuts(rank_plan, [rank_plan.floor(held), stop], (1 << 20, 1 << 20)):
         layout = pair.source_view.layout(segment)
         cells = [cell for cell, _, _ in oracle.laid_out(source, layout)]
         assert set(cells) <= set(wanted)
@@ -148,43 +150,43 @@ STATES = CacheSpec.uniform(2, [Component("ssm", "int8", 4, 16, tokens_per_row=0,
 def test_a_replicated_state_has_one_sender_per_layer() -> None:
     """Replicas divide states by layers, as they do KV."""
     writers = [shard(STATES)] * 2
-    intake = Intake.build(STATES, writers, shard(STATES))
-    (segment,) = intake.cut_states(range(2), Limits(1 << 20, 1 << 20))
+    rank_plan = RankPlan.build(STATES, writers, shard(STATES))
+    (segment,) = rank_plan.cut_states(range(2), Limits(1 << 20, 1 << 20))
     assert segment == Segment(0, 1, 0, 2, state=True)
-    assert [intake.part_bytes(segment, Rank(r)) for r in range(2)] == [64, 64]
-    assert [[part.layers for part in parts] for parts in intake.parts] == [[(0,)], [(1,)]]
+    assert [rank_plan.part_bytes(segment, Rank(r)) for r in range(2)] == [64, 64]
+    assert [[part.layers for part in parts] for parts in rank_plan.parts] == [[(0,)], [(1,)]]
 
 
 def test_states_are_cut_by_layers_where_they_do_not_fit_a_slot() -> None:
     """And what one layer's states of one row need is refused for good, with both sizes."""
-    intake = Intake.build(STATES, [shard(STATES)], shard(STATES))
-    cut = intake.cut_states(range(2), Limits(64, 1 << 20))
+    rank_plan = RankPlan.build(STATES, [shard(STATES)], shard(STATES))
+    cut = rank_plan.cut_states(range(2), Limits(64, 1 << 20))
     assert cut == [Segment(0, 1, 0, 1, True), Segment(0, 1, 1, 2, True)]
     with pytest.raises(OversizeError, match="staging slot, for one row of layer 0: 64 bytes requested"):
-        intake.cut_states(range(2), Limits(63, 1 << 20))
+        rank_plan.cut_states(range(2), Limits(63, 1 << 20))
 
 
 def test_a_pipeline_stage_sends_the_states_of_its_own_layers() -> None:
     """Decode without a pipeline gets them from all stages."""
     writers = [shard(STATES, layers=stage) for stage in stages(STATES, 2)]
-    intake = Intake.build(STATES, writers, shard(STATES))
-    assert [s for stage in intake.stages for s in intake.cut_states(stage, Limits(99, 999))] == [
+    rank_plan = RankPlan.build(STATES, writers, shard(STATES))
+    assert [s for stage in rank_plan.stages for s in rank_plan.cut_states(stage, Limits(99, 999))] == [
         Segment(0, 1, 0, 1, True),
         Segment(0, 1, 1, 2, True),
     ]
-    assert intake.cut(0, 9, range(1), Limits(99, 999)) == []
+    assert rank_plan.cut(0, 9, range(1), Limits(99, 999)) == []
 
 
 def test_rows_before_the_window_are_in_no_segment_where_all_layers_slide() -> None:
     """A held prefix does not shorten the window's tail; an unknown end means that everything is sent."""
     spec = CacheSpec({LayerId(i): [Component("k", "int8", 1, 4, window=window)] for i, window in enumerate((8, 16))})
-    intake = Intake.build(spec, [shard(spec)], shard(spec))
-    room = intake.for_rows(RowRange(96, 100))
+    rank_plan = RankPlan.build(spec, [shard(spec)], shard(spec))
+    room = rank_plan.for_rows(RowRange(96, 100))
     assert room.floor(96) == 84
     assert room.cut(0, 100, range(2), Limits(1 << 20, 1 << 20)) == [Segment(84, 100, 0, 2)]
     assert room.part_bytes(Segment(84, 100, 0, 2), Rank(0)) == 4 * (8 + 16)
     assert room.needed(RowRange(96, 100)) == (Segment(92, 100, 0, 1), Segment(84, 100, 1, 2))
-    open_end = intake.for_rows(RowRange(96, None))
+    open_end = rank_plan.for_rows(RowRange(96, None))
     assert open_end.cut(0, 100, range(2), Limits(1 << 20, 1 << 20)) == [Segment(0, 100, 0, 2)]
 
 
@@ -193,8 +195,8 @@ def test_where_not_all_rows_fit_they_are_cut_where_a_window_begins() -> None:
     spec = CacheSpec(
         {LayerId(0): [Component("k", "int8", 1, 1)], LayerId(1): [Component("k", "int8", 1, 9, window=10)]}
     )
-    intake = Intake.build(spec, [shard(spec)], shard(spec)).for_rows(RowRange(0, 100))
-    cut = intake.cut(0, 100, range(2), Limits(100, 1 << 20))
+    rank_plan = RankPlan.build(spec, [shard(spec)], shard(spec)).for_rows(RowRange(0, 100))
+    cut = rank_plan.cut(0, 100, range(2), Limits(100, 1 << 20))
     assert cut == [Segment(0, 90, 0, 2), Segment(90, 100, 0, 2)]
 
 
@@ -203,9 +205,9 @@ def test_an_index_is_rows_like_any_others() -> None:
     kv = CacheSpec.kv(1, 2, 4, "bfloat16").layers[LayerId(0)]
     spec = CacheSpec.uniform(4, [*kv, Component("index", "float8_e4m3fn", 1, 132)])
     writers = [shard(spec, tp=2, rank=rank) for rank in range(2)]
-    intake = Intake.build(spec, writers, shard(spec))
+    rank_plan = RankPlan.build(spec, writers, shard(spec))
     segment = Segment(0, 10, 0, 4)
-    sent = [set(oracle.sent(parts, segment)) for parts in intake.parts]
+    sent = [set(oracle.sent(parts, segment)) for parts in rank_plan.parts]
     assert not sent[0] & sent[1]
     assert sorted(sent[0] | sent[1]) == oracle.box(shard(spec), segment)
     assert [sum(c == "index" for c, *_ in cells) for cells in sent] == [20, 20]

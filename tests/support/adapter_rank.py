@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from disagg_kv.engines.options import EngineOptions
 from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
-from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.work import Chunk, Load, StepWork
 from disagg_kv.errors import DisaggKVError
@@ -62,7 +62,7 @@ def main(role: str, name: str, options: str) -> None:
     tensors = {layer_name(number): torch.full(SHAPE, -1.0, dtype=torch.float16) for number in range(3)}
     try:
         side, opened = open_worker(
-            ConnectorOptions.of(json.loads(options)), facts(*configs(Model(), name), tiles=True), tensors, {},
+            EngineOptions(**json.loads(options)), facts(*configs(Model(), name), tiles=True), tensors, {},
             e4m3="float8_e4m3fn", rank=0, group=None, produces=role == "prefill", consumes=role == "decode",
         )  # fmt: skip
     except DisaggKVError as exc:

@@ -14,7 +14,7 @@ from disagg_kv.ids import LayerId
 from disagg_kv.kernels import Kernels, Move, ReferenceKernels
 from disagg_kv.memory import ConvertedPool, Layout, PagedPool
 from tests.support.kernel_grid import buffer_on, content_of
-from tests.support.pools import KV, Bytes, noise, staged_layout
+from tests.support.pools import KV, Bytes, adopted, noise, staged_layout
 
 ROWS, PAGE_SIZE, PAGES = 21, 4, 8
 HEADS = 3
@@ -92,7 +92,7 @@ def check(kernels: Kernels, case: Case, layout: Layout, device: str, shifts: tup
         planes.append(evolve(plane, buffer=0, offset=int(begins[plane.buffer]) + plane.offset))
     memory = content(int(begins[-1]), 1)
     held = buffer_on(device, memory, shifts[0])
-    own = PagedPool.adopt(case.source, shaped.site.shard, shaped.site.groups, planes, (held,))
+    own = adopted(case.source, shaped.site.shard, shaped.site.groups, planes, (held,))
     pool = ConvertedPool(own, case.target)
     moves, nbytes = moves_of(pool)
     staged = [buffer_on(device, noise(nbytes, 2), shifts[1]) for _ in range(2)]
@@ -127,7 +127,7 @@ def every_code(kernels: Kernels, source: str, target: str, device: str) -> None:
     rows = len(codes) // width
     shape = PagedPool.allocate(ours, shard(ours), pages=1, page_size=rows)
     held = buffer_on(device, codes.view(np.uint8))
-    own = PagedPool.adopt(ours, shape.site.shard, shape.site.groups, shape.site.planes, (held,))
+    own = adopted(ours, shape.site.shard, shape.site.groups, shape.site.planes, (held,))
     pool = ConvertedPool(own, theirs)
     nbytes = len(codes) * item_bytes(target)
     move = Move(staged_layout([(0, 0, 1, 0, rows, 0)], nbytes), {KV: PageTable(KV, [0])}, 0)

@@ -10,11 +10,11 @@ from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import KERNELS, PageMove, Pages
 from disagg_kv.kernels.cuda_queue import CudaQueue
-from disagg_kv.memory import U8, Buffer, Flag, PagedPool
+from disagg_kv.memory import U8, Buffer, Flag
 from disagg_kv.planning import PageCopy
 from disagg_kv.testing.ends import HostMemory
 from disagg_kv.transports import Transport, between_processes
-from tests.support.pools import KV, staged_layout
+from tests.support.pools import KV, adopted, staged_layout
 
 
 def device() -> str:
@@ -77,7 +77,7 @@ def _run(source: Buffer, target: Buffer) -> None:
     """Copy all bytes with the copy kernel, each buffer being a pool of one page and of one cell."""
     spec = CacheSpec.mla(1, source.nbytes, "uint8")
     plane, group = Plane(LayerId(0), "latent", KV, 0, 0, source.nbytes, source.nbytes, source.nbytes), Group(KV, 1, 1)
-    pools = [PagedPool.adopt(spec, shard(spec), [group], [plane], [buffer]) for buffer in (source, target)]
+    pools = [adopted(spec, shard(spec), [group], [plane], [buffer]) for buffer in (source, target)]
     layout = staged_layout([(0, 0, 1, 0, 1, 0)], source.nbytes)
     pages = [Pages(pool, {KV: PageTable(KV, [0])}) for pool in pools]
     event = KERNELS["triton"].copy([PageMove(PageCopy(layout, layout), *pages)], None)

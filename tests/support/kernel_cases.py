@@ -13,7 +13,7 @@ from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.kernels import Move, PageMove, Pages
 from disagg_kv.memory import MappedPool, PagedPool
 from disagg_kv.planning import PageCopy
-from tests.support.pools import Bytes, buffer_over, noise, staged_layout
+from tests.support.pools import Bytes, adopted, buffer_over, noise, staged_layout
 
 
 def _components(draw: st.DrawFn) -> list[Component]:
@@ -54,7 +54,7 @@ def _pool(draw: st.DrawFn, spec: CacheSpec) -> tuple[PagedPool, Bytes]:
         )
         end = begin + extent
     memory = noise(end + draw(st.integers(0, 3)), draw(st.integers(0, 9)))
-    return PagedPool.adopt(spec, shard(spec), groups, planes, [buffer_over(memory)]), memory
+    return adopted(spec, shard(spec), groups, planes, [buffer_over(memory)]), memory
 
 
 @st.composite

@@ -12,7 +12,7 @@ from disagg_kv.geometry import CacheSpec, PageTable, Plane, shard
 from disagg_kv.kernels import Kernels, Move, ReferenceKernels, SupportsPreparing
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.memory import Buffer, Layout, PagedPool
-from tests.support.pools import KV, Bytes, noise, staged_layout
+from tests.support.pools import KV, Bytes, adopted, noise, staged_layout
 
 PAGES = 7
 
@@ -45,7 +45,7 @@ def content_of(buffer: Buffer) -> Bytes:
 def placed(pool: PagedPool, buffer: Buffer) -> PagedPool:
     """A pool of the same geometry in ``buffer``."""
     site = pool.site
-    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, (buffer,))
+    return adopted(site.spec, site.shard, site.groups, site.planes, (buffer,))
 
 
 @frozen
@@ -181,4 +181,4 @@ def strided(unit_bytes: int, units: int, gap: int, page_size: int) -> PagedPool:
         for i, p in enumerate(shaped.site.planes)
     ]  # fmt: skip
     nbytes = len(planes) * PAGES * page_size * units * step
-    return PagedPool.adopt(spec, shard(spec), shaped.site.groups, planes, (buffer_on("cpu", noise(nbytes, 0)),))
+    return adopted(spec, shard(spec), shaped.site.groups, planes, (buffer_on("cpu", noise(nbytes, 0)),))

@@ -34,7 +34,6 @@ def _is_installed(module: str) -> bool:
 needs_nixl = needs("nixl", MODULES, "pip install nixl-cu13")
 needs_mooncake = needs("mooncake", ("mooncake",), "pip install mooncake-transfer-engine-non-cuda")
 needs_prometheus = needs("prometheus", ("prometheus_client",), "pip install prometheus-client")
-needs_opentelemetry = needs("opentelemetry", ("opentelemetry.sdk",), "pip install opentelemetry-sdk")
 needs_etcd = needs(
     "etcd", ("etcd3gw",), "pip install etcd3gw, apt-get install etcd-server openssl", ("etcd", "openssl")
 )

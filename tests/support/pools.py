@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from disagg_kv.geometry import Plane
+from disagg_kv.geometry import CacheSpec, Group, Plane, Shard, Site
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, PagedPool
@@ -32,6 +32,13 @@ def over(pool: PagedPool, memory: Bytes) -> PagedPool:
     """A pool of the same geometry as a pool of one buffer, but in ``memory``, whose every byte the caller can see."""
     site = pool.site
     return PagedPool(site, (buffer_over(memory),))
+
+
+def adopted(
+    spec: CacheSpec, held: Shard, groups: Sequence[Group], planes: Sequence[Plane], buffers: Sequence[Buffer]
+) -> PagedPool:
+    """A pool over memory that is there."""
+    return PagedPool(Site(spec, held, groups, planes, [b.nbytes for b in buffers]), buffers)
 
 
 def staged_layout(entries: Sequence[tuple[int, int, int, int, int, int]], nbytes: int) -> StagedLayout:

@@ -38,7 +38,7 @@ from disagg_kv.endpoints import attempt_id
 from disagg_kv.errors import PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import Epoch, GroupId, Rank, RoomId
-from disagg_kv.planning import Batch, Intake, Limits, Segment
+from disagg_kv.planning import Batch, Limits, RankPlan, Segment
 from tests.support.protocol_nodes import DecodeNode, Node, PrefillNode, given_up
 
 Cell = tuple[int, str, int, int]
@@ -125,7 +125,7 @@ class World:
         writers = [shard(self.spec, tp=tp, rank=r, layers=layers) for layers in stage_layers for r in range(tp)]
         targets = [shard(self.spec, tp=setup.decode_tp, rank=r) for r in range(setup.decode_tp)]
         self.targets: list[Shard] = targets
-        self.intakes = [Intake.build(self.spec, writers, target, setup.seed) for target in targets]
+        self.rank_plans = [RankPlan.build(self.spec, writers, target, setup.seed) for target in targets]
         self.prefill = [
             PrefillNode(Epoch(bytes([1, r] * 8)), Rank(r), len(writers), self.options, self._plan)
             for r in range(len(writers))
@@ -167,7 +167,7 @@ class World:
         exposed = expect.tables is not None
         return FlowPlan(
             node.rank,
-            self.intakes[target.rank],
+            self.rank_plans[target.rank],
             expect.start,
             expect.stop,
             exposed,
@@ -255,7 +255,7 @@ class World:
             there = tuple(p.epoch for p in self.prefill if not p.dead)
             room = node.rooms.get(key)
             if room is not None and room.error is None and len(there) == len(self.prefill):
-                node.handle(key, Introduced(there, self.intakes[node.rank]))
+                node.handle(key, Introduced(there, self.rank_plans[node.rank]))
                 return
             nobody = Lost(Epoch(b""), PeerLostError("nobody answers"))
             for event in (nobody, *map(Met, there), nobody):
@@ -418,13 +418,13 @@ class World:
         lease = target.leases.get((key, t.segment))
         assert lease is not None, f"{t} landed in a lease that was given back"
         assert lease.start == t.lease, f"{t} landed in {lease}"
-        place, nbytes = self.intakes[target.rank].lease(t.segment)[0][write.source.rank]
+        place, nbytes = self.rank_plans[target.rank].lease(t.segment)[0][write.source.rank]
         assert (lease.offset + place, nbytes) == (t.offset, t.nbytes)
         self.ring_memory[target.epoch, t.offset] = (key, t.segment, write.source.rank)
 
     def cells(self, target: DecodeNode, segment: Segment, writer: Rank) -> set[Cell]:
         cells: set[Cell] = set()
-        for part in self.intakes[target.rank].parts[writer]:
+        for part in self.rank_plans[target.rank].parts[writer]:
             for row in range(*part.rows(segment.start, segment.stop)):
                 layers = [x for x in part.layers if segment.first <= x < segment.last]
                 cells |= {(layer, part.component, row, unit) for layer in layers for unit in part.units}
@@ -530,7 +530,7 @@ class World:
                 assert all(len(one) == self.setup.rooms * self.setup.attempts for one in told)
         for node in self.decode:
             if not node.dead:
-                assert node.ring.live == 0
+                assert node.ring.live_bytes == 0
                 assert node.queue.waiting == 0
                 assert not node.leases
         for (epoch, key), pages in self.pages.items():

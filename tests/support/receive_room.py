@@ -33,13 +33,13 @@ from disagg_kv.core.wire.specs import segment_to_wire
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Epoch, Generation, RoomId, VirtualOffset
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import RankPlan, Segment
 from disagg_kv.staging import Lease
 
 ME = Epoch(bytes([9] * 16))
 P = [Epoch(bytes([r] * 16)) for r in range(3)]
 SPEC = CacheSpec.kv(2, 2, 64, "int8")
-INTAKE = Intake.build(SPEC, [shard(SPEC, tp=2, rank=r) for r in range(2)], shard(SPEC))
+RANK_PLAN = RankPlan.build(SPEC, [shard(SPEC, tp=2, rank=r) for r in range(2)], shard(SPEC))
 TABLES = (WireTable("all", 0, 2, 0, bytes(8)),)
 A, B = Segment(0, 4, 0, 2), Segment(4, 8, 0, 2)
 LEASE = Lease(VirtualOffset(70000), 2048, 65536)
@@ -96,7 +96,7 @@ class Room:
         self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, b"tag")
         tables = TABLES if exposed else None
         self.awaited = Awaited(0, stop, 12, "direct" if exposed else "staged", tables, aux_bytes=aux_bytes, least=least)
-        self.introduced = Introduced((P[0], P[1]), INTAKE)
+        self.introduced = Introduced((P[0], P[1]), RANK_PLAN)
         if begun:
             self.say(self.awaited, self.introduced)
 

@@ -12,12 +12,12 @@ from disagg_kv.core.wire.frames import Abort, Complete, Grant, Head, Landed
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
-from disagg_kv.planning import Intake, Limits, Segment
+from disagg_kv.planning import Limits, RankPlan, Segment
 
 ME = Epoch(bytes([9] * 16))
 D = [Epoch(bytes([r] * 16)) for r in range(3)]
 SPEC = CacheSpec.kv(2, 2, 64, "int8")
-INTAKE = Intake.build(SPEC, [shard(SPEC, tp=2, rank=r) for r in range(2)], shard(SPEC))
+RANK_PLAN = RankPlan.build(SPEC, [shard(SPEC, tp=2, rank=r) for r in range(2)], shard(SPEC))
 ALL = GroupId("all")
 TABLES = {ALL: PageTable(ALL, np.arange(4, dtype=np.int32))}
 A, B = Segment(0, 4, 0, 2), Segment(4, 8, 0, 2)
@@ -27,7 +27,7 @@ FINAL = TransportError("no route")
 
 
 def plan(*, exposed: bool = False, start: int = 0, stop: int | None = 8, slot_bytes: int = 4096) -> FlowPlan:
-    return FlowPlan(Rank(0), INTAKE, start, stop, exposed, Limits(slot_bytes, 8192, 4))
+    return FlowPlan(Rank(0), RANK_PLAN, start, stop, exposed, Limits(slot_bytes, 8192, 4))
 
 
 def head(rank: int = 0) -> Head:

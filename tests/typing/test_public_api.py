@@ -28,7 +28,7 @@ from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, 
 from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, RoomId, Ticket, VirtualOffset
 from disagg_kv.memory import Buffer, Event, PagedPool
 from disagg_kv.planning import Writes
-from disagg_kv.prefix import HashPrefixIndex, PageAllocator, Pages, PrefixIndex, PrefixLock
+from disagg_kv.prefix import HashPrefixIndex, PageAllocator, Pages, PrefixLock
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
 from disagg_kv.transports import (
@@ -221,7 +221,7 @@ def test_an_endpoint_is_what_event_loops_wait_for() -> None:
 
 def test_a_prefix_index_and_an_allocator_are_what_the_protocols_say() -> None:
     """An engine's own would be used the same way."""
-    index: PrefixIndex = HashPrefixIndex(2, 4)
+    index = HashPrefixIndex(2, 4)
     pages: Pages = PageAllocator(range(4))
     lock = index.match([1, 2, 3])
     assert_type(lock, PrefixLock)

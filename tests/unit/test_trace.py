@@ -1,14 +1,11 @@
-"""Spans for Perfetto, and several observers at once."""
+"""Spans for Perfetto."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
-
-from disagg_kv.errors import ConfigurationError
 from disagg_kv.ids import RoomId
-from disagg_kv.trace import Recorder, Several, Silent, Span, chrome_trace
+from disagg_kv.trace import Span, chrome_trace
 
 
 def test_spans_become_events_of_a_process_per_rank_and_a_row_per_kind() -> None:
@@ -28,40 +25,3 @@ def test_spans_become_events_of_a_process_per_rank_and_a_row_per_kind() -> None:
 
 def test_no_spans() -> None:
     assert chrome_trace({})["traceEvents"] == []
-
-
-class Broken(Recorder):
-    """Raises at the second span."""
-
-    def span(self, span: Span) -> None:
-        assert not self.spans, "enough"
-        super().span(span)
-
-
-class WithoutLayers(Recorder):
-    layers = False
-
-
-def test_several_observers_get_everything_and_one_that_raises_is_dropped_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    whole, broken = Recorder(), Broken()
-    several = Several(broken, whole)
-    for number in range(3):
-        several.span(Span("wire", RoomId(b"r"), 0.0, number))
-        several.count("mine", 2)
-    assert [span.stop for span in whole.spans] == [0, 1, 2]
-    assert whole.counters == {"mine": 6}
-    assert (len(broken.spans), broken.counters) == (1, {"mine": 2})
-    assert "observer Broken raised and is dropped" in caplog.text
-
-
-def test_several_observers_want_layers_if_one_does() -> None:
-    assert Several(WithoutLayers(), Recorder()).layers
-    assert not Several(WithoutLayers(), WithoutLayers(), Silent()).layers
-    assert not Several().layers
-
-
-def test_what_is_no_observer_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="observers: 'object' is no observer: it needs span and count"):
-        Several(Recorder(), object())  # type: ignore[arg-type]

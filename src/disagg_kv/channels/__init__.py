@@ -15,7 +15,6 @@ from .base import (
     SupportsLinkCost,
     check_frame,
     check_together,
-    fit_together,
 )
 from .inproc import Hub, InprocChannel
 from .keys import Keys, key_of, write_keys
@@ -42,7 +41,6 @@ __all__ = [
     "ZmqChannel",
     "check_frame",
     "check_together",
-    "fit_together",
     "key_of",
     "write_keys",
 ]

@@ -107,11 +107,6 @@ def write_keys(folder: str | os.PathLike[str], name: str) -> tuple[Path, Path]:
     return into[0], into[1]
 
 
-def with_key(address: str, key: str) -> str:
-    """The address with the public key of its listener appended."""
-    return f"{address}#{key}"
-
-
 def key_of(address: str) -> str:
     """The public key in an address; empty: the address has none."""
     return split_key(address)[1]

@@ -25,7 +25,6 @@ import select
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum
-from math import ceil
 from pathlib import Path
 
 import zmq
@@ -51,7 +50,7 @@ from .base import (
     fit_together,
 )
 from .files import claimed, listening
-from .keys import Keys, split_key, with_key
+from .keys import Keys, split_key
 from .reach import is_loopback
 from .waiting import Waiter, Waits
 
@@ -122,7 +121,6 @@ class ZmqChannel(Waits):
             None: the address of ``bind``. If that is every address of the host, such as ``tcp://0.0.0.0:0``, it is the
             address from which this host reaches others.
         keys: our key pair and the allowed keys.
-        linger_s: seconds that ``close`` waits for frames that are not sent yet.
         high_water: messages that wait per destination; more are dropped. Frames that are sent together are one message
             of at most MAX_FRAME bytes.
         unencrypted_network: True: addresses of other hosts are allowed without keys.
@@ -146,7 +144,6 @@ class ZmqChannel(Waits):
         *,
         advertise: str | None = None,
         keys: Keys | None = None,
-        linger_s: float = 0.0,
         high_water: int = 10_000,
         unencrypted_network: bool = False,
     ) -> None:
@@ -164,8 +161,6 @@ class ZmqChannel(Waits):
         if advertise is not None:
             arguments.text(advertise, f"channel {bind!r}: advertise", least=1)
         self._advertise = advertise
-        linger_s = arguments.seconds(linger_s, f"channel {bind!r}: linger_s", zero=True)
-        self._linger_ms = min(ceil(linger_s * 1000), MOST_INT)
         self._high_water = arguments.count(high_water, f"channel {bind!r}: high_water", least=1, most=MOST_INT)
         self._links: dict[str, _Link] = {}
         self._denied: dict[str, str] = {}
@@ -215,7 +210,7 @@ class ZmqChannel(Waits):
         address = reached_at(bind, self._pull.getsockopt_string(zmq.LAST_ENDPOINT), self._advertise)
         if self._advertise is not None and (reason := _refusal(address, self._anywhere)) is not None:
             raise ConfigurationError(f"channel {bind!r}: advertise {self._advertise!r}: {reason}")
-        return address if self._keys is None else with_key(address, self._keys.public)
+        return address if self._keys is None else f"{address}#{self._keys.public}"
 
     def send(self, address: str, frame: bytes) -> bool:
         """Hand a frame over; never blocks. False: dropped, as the queue is full, the connection lost, the address bad.
@@ -291,17 +286,17 @@ class ZmqChannel(Waits):
         """Close the connection to an address that is no longer needed, and drop its queue."""
         link = self._links.pop(address, None)
         if link is not None:
-            self._disconnect(link, 0)
+            self._disconnect(link)
 
     def close(self) -> None:
-        """Stop; nothing is received or sent afterwards. Takes up to ``linger_s``."""
+        """Stop; nothing is received or sent afterwards, and frames that are not sent yet are dropped."""
         self._home.check()
         waiter, self._waiter = self._waiter, None
         if waiter is None:
             return
         waiter.end()
         for link in self._links.values():
-            self._disconnect(link, self._linger_ms)
+            self._disconnect(link)
         self._links.clear()
         self._authenticator.close()
         if self._file is not None:
@@ -333,17 +328,17 @@ class ZmqChannel(Waits):
         try:
             push.connect(plain)
         except zmq.ZMQError:
-            self._disconnect(link, 0)
+            self._disconnect(link)
             raise
         return link
 
-    def _disconnect(self, link: _Link, linger_ms: int) -> None:
+    def _disconnect(self, link: _Link) -> None:
         descriptor = link.monitor.fileno()
         del self._monitored[descriptor]
         self._epoll.unregister(descriptor)
         link.push.disable_monitor()
         link.monitor.close(0)
-        link.push.close(linger_ms)
+        link.push.close(0)
 
     def _frames(self, came: list[News]) -> bool:
         """Read the inbox until it is empty; False: it may not be, as there was too much."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,12 +42,6 @@ Transport = Annotated[
     str | None,
     typer.Option(help="A transport, or several joined by +; default: auto, which takes what reaches the peers."),
 ]
-PrefillHost = Annotated[
-    str, typer.Option(help="Prefill's address for decode; off 127.0.0.1 only control frames are encrypted.")
-]
-DecodeLaunch = Annotated[
-    str, typer.Option(help="Words before decode's command, for another network here: 'ip netns exec b'.")
-]
 Turns = Annotated[
     int, typer.Option(min=1, help="Prompts per conversation; a later one adds 48 tokens to the conversation so far.")
 ]
@@ -63,11 +56,6 @@ Dtype = Annotated[
 LayerGroup = Annotated[int, typer.Option(min=1, help="Layers per group, with the schedule layer_pipelined.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(demo)
-
-
 def demo(
     model: ModelOption = Model.llama,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a prefill stage.")] = 4,
@@ -78,9 +66,6 @@ def demo(
     transport: Transport = None,
     device: Annotated[Device, typer.Option(help="Device of models and caches; cuda: all GPUs.")] = "cpu",
     transport_module: Annotated[str | None, typer.Option(help="A module that registers the transport.")] = None,
-    prefill_host: PrefillHost = "127.0.0.1",
-    decode_host: Annotated[str, typer.Option(help="Decode's address for prefill.")] = "127.0.0.1",
-    decode_launch: DecodeLaunch = "",
     dtype: Dtype = None,
     decode_dtype: Annotated[str | None, typer.Option(help="Dtype of decode's cache: converted on the way.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of conversations.")] = 4,
@@ -117,9 +102,6 @@ def demo(
         transport=transport or AUTO,
         device=device,
         transport_module=transport_module,
-        prefill_host=prefill_host,
-        decode_host=decode_host,
-        decode_launch=tuple(shlex.split(decode_launch)),
         dtype=dtype,
         decode_dtype=decode_dtype,
         requests=requests,

@@ -60,11 +60,6 @@ class Finding:
         return f"{self.name:<15} {word:<6} {'; '.join(filter(None, parts))}".rstrip()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(doctor)
-
-
 def doctor(
     peers: Annotated[int, typer.Option(min=1, help="Peers that an endpoint shall have.")] = 256,
     as_json: JsonFlag = False,
@@ -96,7 +91,6 @@ def examine() -> dict[str, Sequence[Finding]]:
         "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")}),
         "libraries": system_libraries(),
         "packages": [_torch()],
-        "interpreter": [switching(sys.getswitchinterval())],
         "engines": [engine(one) for one in ENGINES.values()],
     }
 
@@ -267,12 +261,6 @@ def _torch() -> Finding:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("torch", True, f"{torch.__version__}, GPUs: {', '.join(gpus) or 'none'}")
-
-
-def switching(interval_s: float) -> Finding:
-    """How long an endpoint's thread waits for the interpreter beside a thread that computes in Python."""
-    detail = f"{interval_s * 1e3:g} ms: beside an engine's thread that computes in Python, an endpoint wakes that late"
-    return Finding("switch interval", True, f"{detail}")
 
 
 def engine(one: Engine) -> Finding:

@@ -12,11 +12,6 @@ from ..channels import write_keys
 from .output import JsonFlag, emit
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(keys)
-
-
 def keys(
     folder: Annotated[Path, typer.Argument(help="The folder for the two files; it is created if it does not exist.")],
     name: Annotated[str, typer.Argument(help="Name of the pair, for example an instance's name.")],

@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, DisaggKVError
 from .output import fail
 
 COMMANDS = ("demo", "plan", "doctor", "keys", "top")
-"""Each is a module of this package with ``register(app: typer.Typer) -> None``."""
+"""Each is a module of this package with a function of the same name."""
 
 
 def _version(wanted: bool) -> None:
@@ -42,7 +42,7 @@ def build(argv: Sequence[str]) -> typer.Typer:
     named = next((word for word in argv if not word.startswith("-")), None)
     for command in COMMANDS:
         if named == command or named not in COMMANDS:
-            import_module(f"{__package__}.{command}").register(app)
+            app.command()(getattr(import_module(f"{__package__}.{command}"), command))
     return app
 
 

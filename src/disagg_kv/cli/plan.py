@@ -11,20 +11,17 @@ from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, conversions, shard, stages
-from ..planning import Batch, CostModel, Groups, LayerRun, Pace
+from ..planning import Batch, Groups, LayerRun, Pace
 from ..strategies import Explanation, LayerPipelined, PairCount, explain
 from .options import DecodePageSize, Layers, PageSize, number
 from .output import Json, JsonFlag, emit
 from .plan_lanes import PairChoice, chosen, hosts_of, planned
 
 MIB = 1 << 20
+WIRE_BYTES_PER_S = 4e9
+"""Taken for the wire where layers are grouped by time."""
 SHOWN_PAIRS = 16
 """Rank pairs in the table for people; the JSON document has all."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(plan)
 
 
 def plan(
@@ -122,7 +119,7 @@ def _groups(found: Explanation, layers: int, pp: int, tokens: int, layer_us: flo
     """What ``layer_pipelined`` would do with one pass over the request, in the first pipeline stage."""
     of_stage = -(-layers // pp)
     nbytes = max((pair.nbytes for pair in found.pairs), default=0)
-    pace = Pace(layer_us / 1e6 / tokens, CostModel().bytes_per_s) if layer_us else None
+    pace = Pace(layer_us / 1e6 / tokens, WIRE_BYTES_PER_S) if layer_us else None
     run = LayerRun(of_stage, tokens, nbytes, Batch((tokens,), layered=True))
     return LayerPipelined(fixed=fixed, pace=pace).groups(run)
 

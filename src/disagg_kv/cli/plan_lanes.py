@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from attrs import evolve, frozen
 
 from ..errors import ConfigurationError
-from ..planning import CostModel, choose
 from ..strategies import Explanation, PairCount, exposes_pages
-from ..strategies.explain import estimated
+from ..strategies.explain import choose
 from ..strategies.registry import in_auto_order, paths
 from ..transports import Capabilities
 from ..transports.combining import lane_names
@@ -106,7 +105,7 @@ def chosen(
         if lane is None:
             out.append(PairChoice(pair, "", why, "", "no transport reaches it"))
         else:
-            out.append(PairChoice(pair, lane.name, why, *_path(pair, lane, device, exposed)))
+            out.append(PairChoice(pair, lane.name, why, *_path(pair, lane, exposed)))
     return out
 
 
@@ -125,10 +124,9 @@ def _lane(lanes: Sequence[PlannedLane], device: str, together: bool) -> tuple[Pl
     return None, "; ".join(whys)
 
 
-def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool) -> tuple[str, str]:
+def _path(pair: PairCount, lane: PlannedLane, exposed: bool) -> tuple[str, str]:
     """As ``auto`` chooses it once all prefill ranks have mapped decode's pool that can."""
-    costs = CostModel.of_lane(lane.caps.write_s, lane.caps.bytes_per_s, device)
-    estimates, refusals = [], dict[str, str]()
+    counts, refusals = dict[str, int](), dict[str, str]()
     for path in in_auto_order(paths().values()):
         if path.name in pair.refused:
             refusals[path.name] = pair.refused[path.name]
@@ -137,6 +135,6 @@ def _path(pair: PairCount, lane: PlannedLane, device: str, exposed: bool) -> tup
         elif path.mover == "mapped" and not lane.maps:
             refusals[path.name] = f"transport {lane.name!r} does not map memory of peers"
         else:
-            estimates.append(estimated(path, costs, pair.descriptors[path.name], pair.nbytes, pair.segments))
-    choice = choose(estimates, refusals)
+            counts[path.name] = pair.descriptors[path.name]
+    choice = choose(counts, pair.nbytes, refusals)
     return choice.path, choice.reason

@@ -22,11 +22,6 @@ Status = dict[str, Any]
 """A document of an endpoint, and ``socket``, where it is."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(top)
-
-
 def top(
     where: Annotated[
         Path | None, typer.Argument(help="A socket, or a folder of sockets; default: the folder of this user.")

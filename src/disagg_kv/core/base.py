@@ -13,7 +13,7 @@ from attrs import field, frozen
 from .. import arguments
 from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
-from ..planning import Intake, RowRange, Segment
+from ..planning import RankPlan, RowRange, Segment
 from ..staging import Lease
 from .wire.frames import Frame, WireFlags, WirePace, WireTable
 from .wire.verify import Verify
@@ -173,13 +173,13 @@ class Awaited:
 
 @frozen
 class Introduced:
-    """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was.
+    """All prefill ranks are known; ``rank_plan`` says what comes from each, ``pace`` how fast one of them last was.
 
     ``flags``: by rank, those that it may raise for segments that have landed; empty: frames alone announce them.
     """
 
     writers: tuple[Epoch, ...]
-    intake: Intake
+    rank_plan: RankPlan
     pace: WirePace | None = None
     flags: tuple[WireFlags, ...] = ()
 

@@ -81,7 +81,7 @@ def made_by(allocator: Callable[[int], StagingAllocator], nbytes: int) -> Stagin
         raise ConfigurationError(f"allocator: {text_of(exc)}") from exc
     what = "a maker of staging allocators"
     arguments.methods(made, "allocator", what, "reserve", "release", "check_integrity")
-    arguments.attributes(made, "allocator", what, "capacity", "alignment", "live_bytes", "tail")
+    arguments.attributes(made, "allocator", what, "capacity", "alignment", "live_bytes")
     if made.capacity != nbytes or made.alignment < 1 or made.alignment % ALIGNMENT:
         made_of = f"{made.capacity} bytes, aligned to {made.alignment}"
         wanted = f"{nbytes} bytes are needed, aligned to a multiple of {ALIGNMENT}"

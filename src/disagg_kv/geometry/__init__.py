@@ -1,13 +1,13 @@
 """Boxes: the contents of a cache, the part that each rank owns, and its place in memory."""
 
-from .conversion import Difference, conversions, difference, read_as, shards_as
+from .conversion import conversions, difference, read_as, shards_as
 from .coverage import Coverage
 from .election import Share, elect, rotations
 from .formats import CONVERSION_NAMES, CONVERSIONS
 from .layout import I32, I64, Group, PageTable, Plane, PlaneConversion, Site, places
 from .overlap import check_planes
-from .shard import Holding, Shard, attention_tp, even_units, shard, stages
-from .spec import ENDLESS, ITEM_BYTES, CacheSpec, Component, Extent, item_bytes, window_rows
+from .shard import Holding, Shard, even_units, shard, stages
+from .spec import ENDLESS, CacheSpec, Component, Extent, item_bytes, window_rows
 
 __all__ = [
     "CONVERSIONS",
@@ -15,11 +15,9 @@ __all__ = [
     "ENDLESS",
     "I32",
     "I64",
-    "ITEM_BYTES",
     "CacheSpec",
     "Component",
     "Coverage",
-    "Difference",
     "Extent",
     "Group",
     "Holding",
@@ -29,7 +27,6 @@ __all__ = [
     "Shard",
     "Share",
     "Site",
-    "attention_tp",
     "check_planes",
     "conversions",
     "difference",

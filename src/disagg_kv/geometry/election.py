@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from attrs import frozen
 
-from ..errors import GeometryError, UnsupportedError
+from ..errors import GeometryError
 from ..ids import LayerId, Rank
-from .shard import Holding, Shard
+from .shard import Shard
 from .spec import CacheSpec
 
 
@@ -59,7 +59,6 @@ def elect(spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: in
 
     Raises:
         GeometryError: a shard names something that the spec lacks, or no writer holds a cell that the target needs.
-        UnsupportedError: a holding that this version cannot move.
     """
     layers_of: list[dict[tuple[str, int, int, int, int], list[LayerId]]] = [{} for _ in writers]
     for box in _boxes(spec, writers, target):
@@ -89,7 +88,7 @@ def rotations(spec: CacheSpec, writers: Sequence[Shard], target: Shard) -> int:
     """The period of :func:`elect` in ``rotation``, so that callers may keep its results by the remainder.
 
     Raises:
-        GeometryError, UnsupportedError: as :func:`elect`.
+        GeometryError: as :func:`elect`.
     """
     return math.lcm(*(len(box.holders) for box in _boxes(spec, writers, target)))
 
@@ -99,7 +98,6 @@ def _boxes(spec: CacheSpec, writers: Sequence[Shard], target: Shard) -> Iterator
     target.check(spec)
     for shard in dict.fromkeys(writers):
         shard.check(spec)
-    _refuse_unsupported(writers, target)
     for name in spec.names():
         found: dict[tuple[int, int, tuple[Rank, ...]], list[LayerId]] = {}
         for layers, wanted, held in _alike(name, writers, target):
@@ -138,17 +136,3 @@ def _split(wanted: Iterable[range], held: Sequence[tuple[Rank, range]]) -> Itera
         cuts = sorted({run.start, run.stop, *(edge for edge in edges if run.start < edge < run.stop)})
         for start, stop in pairwise(cuts):
             yield range(start, stop), tuple(rank for rank, units in held if start in units)
-
-
-def _refuse_unsupported(writers: Sequence[Shard], target: Shard) -> None:
-    sides = [("target", target), *((f"writer {rank}", shard) for rank, shard in enumerate(writers))]
-    for side, holding in ((side, h) for side, shard in sides for h in shard):
-        if not _holds_all_rows(holding):
-            raise UnsupportedError(
-                f"{side}, {holding.component!r}: context parallelism is not supported yet: row class "
-                f"{holding.index} of {holding.ways}, {holding.granule} rows each"
-            )
-
-
-def _holds_all_rows(holding: Holding) -> bool:
-    return (holding.ways, holding.index, holding.granule) == (1, 0, 1)

@@ -23,34 +23,24 @@ def _layers(layers: Iterable[int]) -> frozenset[LayerId]:
 
 @frozen
 class Holding:
-    """One box: these units of one component in these layers, for the rows r with ``r // granule % ways == index``.
+    """One box: these units of one component in these layers, all rows of them.
 
     Args:
         component: the component's name.
         layers: the layers.
         units: global unit numbers ``[start, stop)``, step 1.
-        ways, index, granule: the residue class of rows that context parallelism assigns to this rank; (1, 0, 1): all
-            rows.
     """
 
     component: str
     layers: frozenset[LayerId] = field(converter=_layers)
     units: range
-    ways: int = 1
-    index: int = 0
-    granule: int = 1
 
     def __attrs_post_init__(self) -> None:
         where = f"holding of {arguments.shown(self.component)}"
         arguments.text(self.component, where, most=256)
         arguments.one(self.units, f"{where}: units", range, GeometryError)
-        for name in ("ways", "index", "granule"):
-            number = arguments.count(getattr(self, name), f"{where}: {name}", error=GeometryError)
-            object.__setattr__(self, name, number)
         if not self.layers or self.units.step != 1 or self.units.start < 0 or len(self.units) == 0:
             raise GeometryError(f"holding of {self.component!r}: needs layers and a non-empty run of units: {self}")
-        if self.ways < 1 or self.granule < 1 or not 0 <= self.index < self.ways:
-            raise GeometryError(f"holding of {self.component!r}: index {self.index} of {self.ways} ways")
 
 
 def _holdings(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
@@ -129,7 +119,7 @@ def shard(
 
     Args:
         spec: the whole cache.
-        tp: the attention's tensor-parallel size (with attention data parallelism: ``attention_tp``).
+        tp: the attention's tensor-parallel size; with attention data parallelism, the whole size divided by that.
         rank: this rank's tensor-parallel index.
         layers: the layers of this pipeline stage; None: all.
         units: the units of this rank per component name, for heads that do not divide evenly.
@@ -154,19 +144,6 @@ def shard(
     result = Shard(tuple(Holding(name, frozenset(of), held) for (name, held), of in groups.items()))
     result.check(spec)
     return result
-
-
-def attention_tp(tp: int, dp: int) -> int:
-    """The tensor-parallel size of attention under attention data parallelism: ``tp / dp``.
-
-    Raises:
-        GeometryError: ``dp`` does not divide ``tp``.
-    """
-    tp = arguments.count(tp, "tp", least=1, error=GeometryError)
-    dp = arguments.count(dp, "dp", least=1, error=GeometryError)
-    if tp % dp:
-        raise GeometryError(f"attention data parallelism {dp} does not divide tensor parallelism {tp}")
-    return tp // dp
 
 
 def stages(spec: CacheSpec, pp: int) -> Sequence[tuple[LayerId, ...]]:

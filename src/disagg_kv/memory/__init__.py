@@ -3,8 +3,7 @@
 from .base import Buffer, Event, MappedPool, Mark, MemoryPool, PagedMemory
 from .calling import undisturbed
 from .converted import ConvertedPool
-from .devices import spread
-from .events import All, CudaEvent, parts, wait_for
+from .events import All, parts, wait_for
 from .flag import Flag
 from .paged import Layout, PagedPool, new_buffer
 from .raw import U8, bytes_of, plane_view
@@ -15,7 +14,6 @@ __all__ = [
     "All",
     "Buffer",
     "ConvertedPool",
-    "CudaEvent",
     "Event",
     "Flag",
     "Layout",
@@ -29,7 +27,6 @@ __all__ = [
     "new_buffer",
     "parts",
     "plane_view",
-    "spread",
     "undisturbed",
     "wait_for",
 ]

@@ -63,12 +63,12 @@ class PagedMemory(Protocol):
 
     @property
     def site(self) -> Site:
-        """Spec, shard, groups, planes and buffer sizes."""
+        """Spec, shard, groups, planes and buffer sizes: the description that crosses the wire."""
         ...
 
     @property
     def buffers(self) -> Sequence[Buffer]:
-        """The allocations, in the order in which planes number them; ``site.buffers`` bytes long."""
+        """The allocations, at least one, in the order in which planes number them; ``site.buffers`` bytes long."""
         ...
 
 
@@ -131,16 +131,6 @@ class MemoryPool(PagedMemory, Protocol):
 
     The thread that advances and the engine's call it. Several endpoints may share one pool.
     """
-
-    @property
-    def site(self) -> Site:
-        """Spec, shard, groups, planes and buffer sizes: the description that crosses the wire."""
-        ...
-
-    @property
-    def buffers(self) -> Sequence[Buffer]:
-        """The allocations, at least one, in the order in which planes number them; ``site.buffers`` bytes long."""
-        ...
 
     @property
     def aux_bytes(self) -> int:

@@ -1,21 +1,10 @@
-"""Events that combine other events, and those for which a GPU can wait by itself."""
+"""Events that combine other events, and waiting for one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 from .base import Event
-
-
-@runtime_checkable
-class CudaEvent(Event, Protocol):
-    """An event that CUDA streams can wait for; ``torch.cuda.Event`` is one."""
-
-    @property
-    def cuda_event(self) -> int:
-        """The driver's handle (``CUevent``); 0: it was never recorded, so there is nothing to wait for."""
-        ...
 
 
 class All:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Layout = Literal["NHD", "HND"]
 """The order of the axes inside a page: rows, units, bytes or units, rows, bytes."""
 
+STATE = GroupId("state")
+"""The space of slots, if there are states."""
+
 ALIGNMENT = 256
 """Bytes; in memory that the pool allocates, every layer begins at a multiple of this."""
 
@@ -69,7 +72,6 @@ class PagedPool:
         layout: Layout = "NHD",
         fused: bool = False,
         group: str = KV,
-        state_group: str = "state",
         aux_slots: int = 0,
         aux_bytes: int = 0,
         allocator: Callable[[int], Buffer] | None = None,
@@ -82,12 +84,12 @@ class PagedPool:
             shard: the part that this rank holds.
             pages: number of pages.
             page_size: rows per page.
-            state_slots: number of rooms that can have states; required if the shard has states.
+            state_slots: number of rooms that can have states, in the group ``"state"``; required if the shard has
+                states.
             layout: the order of the axes inside a page.
             fused: True: the components of a layer share its pages, one after the other inside each page. False: each
                 component of a layer has all its pages in one run.
             group: the name of the page-id space.
-            state_group: the name of the space of slots, if there are states.
             aux_slots: number of aux rows.
             aux_bytes: bytes per aux row.
             allocator: returns a buffer of at least the given number of bytes, for example a transport's ``allocate``;
@@ -101,7 +103,6 @@ class PagedPool:
         """
         _check_whole(spec, shard, layout)
         arguments.text(group, "group", most=256)
-        arguments.text(state_group, "state_group", most=256)
         page_size = arguments.count(page_size, "page_size", least=1, error=GeometryError)
         pages = arguments.count(pages, "pages", least=1, error=GeometryError)
         state_slots = arguments.count(state_slots, "state_slots", error=GeometryError)
@@ -111,7 +112,7 @@ class PagedPool:
         arguments.text(device, "device", least=1, most=256)
         spaces = [Group(group, page_size, pages)]
         if any(c.rows for layer in shard.layers() for c, _ in _held(spec, shard, layer)):
-            spaces.append(Group(state_group, spec.state_rows(), state_slots))
+            spaces.append(Group(STATE, spec.state_rows(), state_slots))
         planes: list[Plane] = []
         end = 0
         for layer, (states, space) in itertools.product(shard.layers(), enumerate(spaces)):
@@ -127,29 +128,6 @@ class PagedPool:
         return cls(site, (buffer,), aux_slots=aux_slots, aux_bytes=aux_bytes)
 
     @classmethod
-    def adopt(
-        cls,
-        spec: CacheSpec,
-        shard: Shard,
-        groups: Sequence[Group],
-        planes: Sequence[Plane],
-        buffers: Sequence[Buffer],
-        *,
-        aux_slots: int = 0,
-        aux_bytes: int = 0,
-    ) -> PagedPool:
-        """A pool over memory that the caller has allocated, by address; nothing is copied.
-
-        The memory must stay allocated while the pool is in use. A buffer's ``owner`` can keep it alive.
-
-        Raises:
-            GeometryError: as for :class:`PagedPool`.
-        """
-        buffers = arguments.several(buffers, "buffers", Buffer, GeometryError)
-        site = Site(spec, shard, groups, planes, tuple(b.nbytes for b in buffers))
-        return cls(site, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
-
-    @classmethod
     def from_tensors(
         cls,
         spec: CacheSpec,
@@ -158,7 +136,6 @@ class PagedPool:
         *,
         layout: Layout = "NHD",
         group: str | Mapping[LayerId, str] | Mapping[int, str] = KV,
-        state_group: str | Mapping[LayerId, str] | Mapping[int, str] = "state",
         null_page: int | None = None,
         overlaid: bool = False,
         aux_slots: int = 0,
@@ -170,11 +147,10 @@ class PagedPool:
             spec: the whole cache.
             shard: the part that this rank holds.
             tensors: per layer and component a tensor ``[pages, page_size, units, dim]`` (NHD) or ``[pages, units,
-                page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots replace pages and its
-                rows replace ``page_size``.
+                page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots of the group
+                ``"state"`` replace pages and its rows replace ``page_size``.
             layout: the order of the axes, NHD or HND.
             group: the name of the page-id space. A cache with several spaces has the name for each layer.
-            state_group: the name of the space of slots, if there are states; or the name for each layer.
             null_page: a page of every space that has no data; see :class:`~disagg_kv.geometry.Group`.
             overlaid: True: the groups share one space of page ids. The engine gives a page to one group at a time, so
                 tensors of different groups may share the bytes of a page, and a room names it in one group only.
@@ -188,7 +164,7 @@ class PagedPool:
             UnsupportedError: states in groups that are overlaid.
         """
         _check_whole(spec, shard, layout)
-        spaces = _named_by_layer("group", group), _named_by_layer("state_group", state_group)
+        named = _named_by_layer(group)
         buffers: list[Buffer] = []
         numbers: dict[int, int] = {}
         planes: list[Plane] = []
@@ -205,7 +181,7 @@ class PagedPool:
             offset = tensor.data_ptr() - storage.data_ptr()
             strides = (step[0] * size, step[rows] * size, step[units] * size)
             states = spec.component(layer, name).rows
-            space = spaces[states > 0](layer)
+            space = STATE if states else named(layer)
             planes.append(Plane(layer, name, space, numbers[storage.data_ptr()], offset, *strides))
             sizes.setdefault(space, set()).add((tensor.shape[0], spec.state_rows() if states else tensor.shape[rows]))
         if not sizes:
@@ -283,19 +259,19 @@ def _tensors(given: object) -> Iterator[tuple[LayerId, str, torch.Tensor]]:
             yield layer, arguments.text(name, where), arguments.one(tensor, where, torch.Tensor, GeometryError)
 
 
-def _named_by_layer(what: str, given: object) -> Callable[[LayerId], GroupId]:
+def _named_by_layer(given: object) -> Callable[[LayerId], GroupId]:
     """The group of each layer: one name for all, or a name per layer."""
     if isinstance(given, str):
-        name = GroupId(arguments.text(given, what, most=256))
+        name = GroupId(arguments.text(given, "group", most=256))
         return lambda layer: name
     names = {
-        arguments.count(layer, f"{what}: layer", error=GeometryError): arguments.text(one, f"{what}: name", most=256)
-        for layer, one in arguments.mapping(given, what).items()
+        arguments.count(layer, "group: layer", error=GeometryError): arguments.text(one, "group: name", most=256)
+        for layer, one in arguments.mapping(given, "group").items()
     }
 
     def named(layer: LayerId) -> GroupId:
         if layer not in names:
-            raise GeometryError(f"{what}: layer {layer} has no name; those of {sorted(names)} are given")
+            raise GeometryError(f"group: layer {layer} has no name; those of {sorted(names)} are given")
         return GroupId(names[layer])
 
     return named

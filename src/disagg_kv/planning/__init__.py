@@ -1,12 +1,11 @@
 """From boxes to segments, descriptors and staged layouts. Pure."""
 
 from .base import EVERY, UNLIMITED, Limits, PageCopy, RowRange, Segment, StagedLayout, Writes
-from .cost import Choice, CostModel, Estimate, choose
-from .descriptors import Tables, coalesce, direct_count, direct_writes, slice_count, slice_writes
+from .descriptors import Tables, coalesce, direct_writes, slice_writes
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
 from .instance import InstancePlans
-from .intake import Intake, intake_of
 from .pair import PairPlan, Run
+from .rank_plan import RankPlan, rank_plan_of
 from .site import plain_site
 from .staged import PartView, check_pages, check_tables
 
@@ -15,18 +14,15 @@ __all__ = [
     "UNLIMITED",
     "Adaptive",
     "Batch",
-    "Choice",
-    "CostModel",
-    "Estimate",
     "Groups",
     "InstancePlans",
-    "Intake",
     "LayerRun",
     "Limits",
     "Pace",
     "PageCopy",
     "PairPlan",
     "PartView",
+    "RankPlan",
     "RowRange",
     "Run",
     "Segment",
@@ -35,15 +31,12 @@ __all__ = [
     "Writes",
     "check_pages",
     "check_tables",
-    "choose",
     "coalesce",
-    "direct_count",
     "direct_writes",
     "exposed_s",
     "fastest",
-    "intake_of",
     "plain_site",
-    "slice_count",
+    "rank_plan_of",
     "slice_writes",
     "whole",
 ]

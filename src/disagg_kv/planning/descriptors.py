@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from ..ids import GroupId
 from .base import Segment, Writes
 from .cache import PlanCache
 from .pair import PairPlan, Run
+from .staged import check_tables
 
 Tables = Mapping[GroupId, PageTable]
 
@@ -31,8 +32,8 @@ def slice_writes(pair: PairPlan, segment: Segment, source_tables: Tables, target
         GeometryError: a page table is missing or does not have the rows, or a pool lacks what the parts name.
     """
     given = list(pair.runs(segment))
-    _check_tables(given, source_tables, target_tables)
-    batch = _Batch(sum(slice_count(run) for run in given))
+    _check_tables(pair, segment, source_tables, target_tables)
+    batch = _Batch(sum(_slices(run, run.start, run.stop) for run in given))
     cells: dict[tuple[Group, int, int, bool], tuple[I64, I64]] = {}
     for run in given:
         sides: list[I64] = []
@@ -53,12 +54,8 @@ def slice_writes(pair: PairPlan, segment: Segment, source_tables: Tables, target
     return batch.writes
 
 
-def slice_count(run: Run) -> int:
-    """How many writes :func:`slice_writes` makes of a run."""
-    return _slices(run, run.start, run.stop)
-
-
 def _slices(run: Run, start: int, stop: int) -> int:
+    """How many writes :func:`slice_writes` makes of these rows of a run."""
     return (stop - start) * (1 if run.dense() else run.units)
 
 
@@ -84,18 +81,20 @@ def direct_writes(pair: PairPlan, segment: Segment, source_tables: Tables, targe
     if pair.direct_refusal is not None:
         raise GeometryError(f"direct: {pair.direct_refusal}")
     given = list(pair.runs(segment))
-    _check_tables(given, source_tables, target_tables)
-    batch = _Batch(sum(direct_count(run) for run in given))
+    _check_tables(pair, segment, source_tables, target_tables)
+    batch = _Batch(sum(_pages(run, run.start, run.stop) for run in given))
     for run in given:
         size = run.source_group.rows_per_page
         ours, theirs = source_tables[run.source_group.id], target_tables[run.target_group.id]
         for low, high, first, last in _pieces(run.start, run.stop, size):
-            inside, nbytes = _inside(run, low, high)
+            plane = run.source
+            inside, nbytes = _byte_runs(high - low, plane.row_stride, run.units, plane.unit_stride, run.unit_bytes)
+            inside = inside + low * plane.row_stride
             here = ours.pages[first - ours.first // size : last - ours.first // size].astype(np.int64)
             there = theirs.pages[first - theirs.first // size : last - theirs.first // size].astype(np.int64)
             batch.put(
                 run,
-                (run.source.offset + here[:, None] * run.source.page_stride + inside).ravel(),
+                (plane.offset + here[:, None] * plane.page_stride + inside).ravel(),
                 (run.target.offset + there[:, None] * run.target.page_stride + inside).ravel(),
                 np.tile(nbytes, len(here)),
             )
@@ -107,12 +106,8 @@ def direct_total(pair: PairPlan, segment: Segment) -> int:
     return _total(_pages, pair, segment)
 
 
-def direct_count(run: Run) -> int:
-    """How many writes :func:`direct_writes` makes of a run if no two of its pages follow one another in memory."""
-    return _pages(run, run.start, run.stop)
-
-
 def _pages(run: Run, start: int, stop: int) -> int:
+    """How many writes :func:`direct_writes` makes of these rows if no two pages follow one another in memory."""
     plane, total = run.source, 0
     for low, high, first, last in _pieces(start, stop, run.source_group.rows_per_page):
         runs_of_one, _ = _byte_runs(high - low, plane.row_stride, run.units, plane.unit_stride, run.unit_bytes)
@@ -157,17 +152,9 @@ class _Batch:
         self._used = place.stop
 
 
-def _check_tables(given: Sequence[Run], source_tables: Tables, target_tables: Tables) -> None:
-    needed: dict[tuple[bool, GroupId], tuple[Group, int, int]] = {}
-    for run in given:
-        for ours, group in ((True, run.source_group), (False, run.target_group)):
-            _, start, stop = needed.get((ours, group.id), (group, run.start, run.stop))
-            needed[ours, group.id] = group, min(start, run.start), max(stop, run.stop)
-    for (ours, _), (group, start, stop) in needed.items():
-        tables = source_tables if ours else target_tables
-        if group.id not in tables:
-            raise GeometryError(f"no page table for group {group.id!r}; there are {sorted(tables)}")
-        tables[group.id].check(group, start, stop)
+def _check_tables(pair: PairPlan, segment: Segment, source_tables: Tables, target_tables: Tables) -> None:
+    check_tables(pair.source, pair.source_view.layout(segment), source_tables)
+    check_tables(pair.target, pair.target_view.layout(segment), target_tables)
 
 
 def _pieces(start: int, stop: int, page_rows: int) -> list[tuple[int, int, int, int]]:
@@ -185,13 +172,6 @@ def _pieces(start: int, stop: int, page_rows: int) -> list[tuple[int, int, int, 
     if high:
         pieces.append((0, high, last, last + 1))
     return pieces
-
-
-def _inside(run: Run, low: int, high: int) -> tuple[I64, I64]:
-    """The runs of bytes, offset and length, that the slots ``[low, high)`` of one page of the source make up."""
-    plane = run.source
-    offsets, lengths = _byte_runs(high - low, plane.row_stride, run.units, plane.unit_stride, run.unit_bytes)
-    return offsets + low * plane.row_stride, lengths
 
 
 def _byte_runs(rows: int, row_stride: int, units: int, unit_stride: int, unit_bytes: int) -> tuple[I64, I64]:

@@ -77,13 +77,11 @@ class Groups:
         layers: how many there are.
         size: layers of a group, 1 to ``layers``.
         reason: why.
-        seconds: expected time until the last byte has landed, if it was computed.
     """
 
     layers: int
     size: int
     reason: str
-    seconds: float | None = None
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.size <= self.layers:
@@ -172,4 +170,4 @@ def fastest(run: LayerRun, pace: Pace, margin: float = 0.02) -> Groups:
         f"{compute * 1e3:.2f} ms of computing and {wire * 1e3:.2f} ms of wire take {times[best] * 1e3:.2f} ms in "
         f"{best} group{'s' if best > 1 else ''}, {times[1] * 1e3:.2f} ms in one"
     )
-    return Groups(run.layers, sizes[best], reason, times[best])
+    return Groups(run.layers, sizes[best], reason)

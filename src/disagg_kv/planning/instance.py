@@ -10,8 +10,8 @@ from ..geometry.election import rotations
 from ..ids import Rank, RoomId
 from .base import RowRange
 from .cache import PlanCache
-from .intake import Intake, intake_of
 from .pair import PairPlan
+from .rank_plan import RankPlan, rank_plan_of
 
 
 class InstancePlans:
@@ -22,14 +22,14 @@ class InstancePlans:
         target: the decode rank's pool.
 
     Raises:
-        GeometryError, UnsupportedError: as :func:`disagg_kv.geometry.elect`.
+        GeometryError: as :func:`disagg_kv.geometry.elect`.
     """
 
     def __init__(self, writers: Sequence[Shard], target: Site) -> None:
         self.target = target
         self._writers = tuple(writers)
         self._rotations = rotations(target.spec, self._writers, target.shard)
-        self._intakes: PlanCache[int, Intake] = PlanCache()
+        self._rank_plans: PlanCache[int, RankPlan] = PlanCache()
         self._pairs: PlanCache[tuple[int, RowRange, Rank, Site], PairPlan] = PlanCache()
 
     @classmethod
@@ -43,12 +43,12 @@ class InstancePlans:
         """Which replica takes which piece of this room: stable between processes, unlike Python's own hash."""
         return int.from_bytes(hashlib.blake2b(room, digest_size=4).digest(), "big") % self._rotations
 
-    def intake(self, rotation: int) -> Intake:
+    def rank_plan(self, rotation: int) -> RankPlan:
         """What the target gets from each writer, for rooms of any rows."""
-        found = self._intakes.get(rotation)
+        found = self._rank_plans.get(rotation)
         if found is None:
-            made = intake_of(self.target.spec, self._writers, self.target.shard, rotation)
-            found = self._intakes.keep(rotation, made)
+            made = rank_plan_of(self.target.spec, self._writers, self.target.shard, rotation)
+            found = self._rank_plans.keep(rotation, made)
         return found
 
     def pair(self, rotation: int, writer: Rank, source: Site, rows: RowRange) -> PairPlan:
@@ -60,11 +60,11 @@ class InstancePlans:
             source: its pool.
             rows: those of the room that decode awaits.
         """
-        rows = self.intake(rotation).for_rows(rows).room
+        rows = self.rank_plan(rotation).for_rows(rows).room
         key = rotation, rows, writer, source
         found = self._pairs.get(key)
         if found is None:
-            made = PairPlan(source, self.target, self.intake(rotation).parts[writer], rows)
+            made = PairPlan(source, self.target, self.rank_plan(rotation).parts[writer], rows)
             found = self._pairs.keep(key, made)
         return found
 

@@ -1,6 +1,6 @@
 """Which leading tokens a pool holds already, for engines that have no prefix cache of their own."""
 
-from .base import Pages, PrefixIndex, PrefixLock
+from .base import Pages, PrefixLock
 from .cache import PrefixCache, PrefixLease
 from .index import HashPrefixIndex, blake, namespace_of
 from .pages import PageAllocator
@@ -10,7 +10,6 @@ __all__ = [
     "PageAllocator",
     "Pages",
     "PrefixCache",
-    "PrefixIndex",
     "PrefixLease",
     "PrefixLock",
     "blake",

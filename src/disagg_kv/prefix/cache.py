@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import arguments
 from ..core import Phase
@@ -22,8 +21,8 @@ from ..errors import (
 )
 from ..geometry import I32, PageTable, Site
 from ..memory import Event
-from .base import Pages, PrefixIndex, Tokens
-from .index import namespace_of
+from .base import Pages, Tokens, token_array
+from .index import HashPrefixIndex, namespace_of
 
 log = logging.getLogger("disagg_kv")
 
@@ -62,19 +61,16 @@ class PrefixCache:
         pages: the pages that neither the index nor a lease has.
         site: the pool's site, with one group of pages of tokens. States are not part of a prefix: each room sends its
             own.
-        extra: as for :func:`~disagg_kv.prefix.namespace_of`.
 
     Raises:
         ConfigurationError: an index for another model or page size; a pool with several groups.
             Also a pool with a sliding window: each room writes its rows again, into pages that others may hold.
     """
 
-    def __init__(self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"") -> None:
-        wanted = ("match", "shorten", "insert", "unlock", "evict")
-        arguments.methods(index, "index", "an index of prefixes", *wanted)
+    def __init__(self, index: HashPrefixIndex, pages: Pages, site: Site) -> None:
+        arguments.one(index, "index", HashPrefixIndex)
         arguments.methods(pages, "pages", "an allocator of pages", "take", "give")
         arguments.one(site, "site", Site)
-        extra = arguments.octets(extra, "extra", most=4096)
         if len(site.token_groups) != 1:
             groups = [g.id for g in site.token_groups]
             raise ConfigurationError(f"a prefix cache needs exactly one group of token pages, not {groups}")
@@ -84,7 +80,7 @@ class PrefixCache:
                 "every room, into pages that others may hold"
             )
         self.group = site.token_groups[0]
-        own = namespace_of(site.spec, extra)
+        own = namespace_of(site.spec)
         if index.namespace != own:
             raise ConfigurationError(
                 f"an index for another model: its namespace is {index.namespace.hex()}, the pool's {own.hex()}"
@@ -146,7 +142,7 @@ class PrefixLease:
 
     def __init__(self, cache: PrefixCache, tokens: Tokens, adapter: bytes) -> None:
         self._cache = arguments.one(cache, "cache", PrefixCache)
-        self._tokens = _tokens(tokens)
+        self._tokens = token_array(tokens)
         self._lock = cache.index.match(self._tokens, arguments.octets(adapter, "adapter", most=4096))
         self._state = _State.MATCHED
         self._table: I32 = np.zeros(0, np.int32)
@@ -247,7 +243,7 @@ class PrefixLease:
             raise ConfigurationError(f"ready: the event raised: {exc}") from exc
         if tokens is not None:
             self._check(_State.THERE)
-            self._insert(_tokens(tokens))
+            self._insert(token_array(tokens))
         if there:
             self._leave()
         elif ready is not None:
@@ -271,18 +267,3 @@ class PrefixLease:
     def _check(self, state: _State) -> None:
         if self._state is not state:
             raise LocalProtocolError(f"the lease is {self._state.value}, not {state.value}")
-
-
-def _tokens(given: Tokens) -> npt.NDArray[np.integer]:
-    """Tokens as an array; the index checks their values.
-
-    Raises:
-        ConfigurationError: no flat list of integers.
-    """
-    try:
-        tokens = np.asarray(None if isinstance(given, bytes | bytearray | memoryview) else given)
-    except Exception as exc:
-        raise arguments.wrong("tokens", given, "a flat list of integers is needed") from exc
-    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise ConfigurationError(f"tokens must be a flat list of integers, not {tokens.dtype} of {tokens.shape}")
-    return tokens

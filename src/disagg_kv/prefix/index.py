@@ -18,7 +18,7 @@ from .. import arguments
 from ..core.wire.specs import spec_to_wire
 from ..errors import ConfigurationError, GeometryError, LocalProtocolError
 from ..geometry import I32, CacheSpec
-from .base import PrefixLock, Tokens
+from .base import PrefixLock, Tokens, token_array
 
 Digest = Callable[[bytes], bytes]
 
@@ -31,21 +31,16 @@ def blake(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-def namespace_of(spec: CacheSpec, extra: bytes = b"") -> bytes:
-    """A digest of all properties that make the bytes of two caches interchangeable.
-
-    Args:
-        spec: model, components, dtypes.
-        extra: further properties, for example a revision of the engine's kernels.
-    """
-    arguments.one(spec, "spec", CacheSpec)
-    return blake(msgspec.msgpack.encode((spec_to_wire(spec), arguments.octets(extra, "extra", most=4096))))
+def namespace_of(spec: CacheSpec) -> bytes:
+    """A digest of all properties that make the bytes of two caches interchangeable: model, components, dtypes."""
+    return blake(msgspec.msgpack.encode(spec_to_wire(arguments.one(spec, "spec", CacheSpec))))
 
 
 class HashPrefixIndex:
-    """The index; satisfies :class:`~disagg_kv.prefix.PrefixIndex`. Not thread-safe.
+    """Finds the pages of a token prefix. One engine thread calls; nothing blocks.
 
-    A page id is also the number of its node, so that all accounts are lists over page ids.
+    The index holds whole pages only. An inserted page belongs to the index until ``evict`` returns it. A page id is
+    also the number of its node, so that all accounts are lists over page ids.
 
     Args:
         page_rows: rows (tokens) of a page.
@@ -55,7 +50,7 @@ class HashPrefixIndex:
 
     Attributes:
         page_rows: rows of a page.
-        namespace: see :attr:`PrefixIndex.namespace`.
+        namespace: identifies the caches whose pages may be mixed: model, dtype, layout.
 
     Raises:
         ConfigurationError: ``page_rows`` or ``pages`` are not positive, or more than 2^31.
@@ -87,7 +82,7 @@ class HashPrefixIndex:
 
     @property
     def evictable(self) -> int:
-        """Number of pages without a lock; the pages that follow such a page have none either."""
+        """Pages that ``evict`` could hand out now: those without a lock. What follows them has none either."""
         return len(self) - self._held
 
     @property
@@ -96,10 +91,17 @@ class HashPrefixIndex:
         return self._at.values()
 
     def __len__(self) -> int:
+        """Pages in the index."""
         return len(self._at)
 
     def match(self, tokens: Tokens, adapter: bytes = b"") -> PrefixLock:
-        """See :meth:`~disagg_kv.prefix.PrefixIndex.match`."""
+        """Lock the longest known prefix of ``tokens``: none of its pages is evicted before ``unlock``.
+
+        The tokens themselves are compared, so that equal hashes of unequal prefixes do no harm.
+
+        Raises:
+            ConfigurationError: tokens that are none.
+        """
         adapter = arguments.octets(adapter, "adapter", most=4096)
         contents = self._contents(tokens, adapter)
         lock = PrefixLock(adapter, self.page_rows)
@@ -117,7 +119,12 @@ class HashPrefixIndex:
         return lock
 
     def shorten(self, lock: PrefixLock, rows: int) -> None:
-        """See :meth:`~disagg_kv.prefix.PrefixIndex.shorten`."""
+        """Release the part of a lock beyond ``rows``, rounded down to a page.
+
+        Raises:
+            LocalProtocolError: a lock of another index, or one that is no longer open.
+            GeometryError: ``rows`` is negative, or more than the lock holds.
+        """
         self._check(lock)
         rows = arguments.count(rows, "rows", least=-arguments.MOST, error=GeometryError)
         if not 0 <= rows <= lock.rows:
@@ -127,7 +134,23 @@ class HashPrefixIndex:
         self._drop(dropped)
 
     def insert(self, lock: PrefixLock, tokens: Tokens, pages: I32) -> I32:
-        """See :meth:`~disagg_kv.prefix.PrefixIndex.insert`."""
+        """Add the whole pages of ``tokens`` that follow the lock's pages; the lock then holds them too.
+
+        Args:
+            lock: an open lock on a prefix of ``tokens``.
+            tokens: all tokens, from row 0 on.
+            pages: one page id per whole page of rows after ``lock.rows``.
+
+        Returns:
+            Pages that the index did not take, because it has those tokens already or their hash collides. They stay the
+                caller's.
+
+        Raises:
+            LocalProtocolError: a lock of another index, one that is no longer open, or a page that the index has
+                already.
+            GeometryError: ``tokens`` do not begin as the lock does; page ids are out of range or repeated; too few or
+                too many pages.
+        """
         self._check(lock)
         contents = self._contents(tokens, lock.adapter)
         given = list(arguments.counts(pages, "pages", least=-arguments.MOST, error=GeometryError))
@@ -155,14 +178,18 @@ class HashPrefixIndex:
         return np.array(spare, np.int32)
 
     def unlock(self, lock: PrefixLock) -> None:
-        """See :meth:`~disagg_kv.prefix.PrefixIndex.unlock`."""
+        """Release the lock.
+
+        Raises:
+            LocalProtocolError: a lock of another index, or one that is no longer open.
+        """
         self._check(lock)
         self._locks.discard(lock)
         self._touch(lock.ids)
         self._drop(lock.ids)
 
     def evict(self, pages: int) -> I32:
-        """See :meth:`~disagg_kv.prefix.PrefixIndex.evict`."""
+        """Remove and return up to that many unlocked pages, least recently used first."""
         pages = arguments.count(pages, "pages")
         out: list[int] = []
         while len(out) < pages and self._leaves:
@@ -184,12 +211,7 @@ class HashPrefixIndex:
 
     def _contents(self, tokens: Tokens, adapter: bytes) -> list[bytes]:
         """The whole pages of tokens as bytes. The first one's begin with the adapter and its length."""
-        try:
-            given = np.asarray(None if isinstance(tokens, bytes | bytearray | memoryview) else tokens)
-        except Exception as exc:
-            raise arguments.wrong("tokens", tokens, "a flat list of integers is needed") from exc
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ConfigurationError(f"tokens must be a flat list of integers, not {given.dtype} of {given.shape}")
+        given = token_array(tokens)
         if given.size and not 0 <= int(given.min()) <= int(given.max()) < 1 << 31:
             raise ConfigurationError(f"token ids must be 0 to 2^31-1, not {int(given.min())} to {int(given.max())}")
         size = 4 * self.page_rows

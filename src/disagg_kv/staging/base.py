@@ -36,11 +36,6 @@ class Lease:
         """Its place in memory: bytes from the ring's beginning."""
         return self.start % self.capacity
 
-    @property
-    def lap(self) -> int:
-        """The number of complete rounds of the ring before it was granted."""
-        return self.start // self.capacity
-
 
 class StagingAllocator(Protocol):
     """Allocates ranges of one buffer. Pure bookkeeping: not thread-safe, touches no memory.
@@ -65,11 +60,6 @@ class StagingAllocator(Protocol):
     @property
     def live_bytes(self) -> int:
         """Bytes that live leases occupy, rounding included."""
-        ...
-
-    @property
-    def tail(self) -> VirtualOffset:
-        """Start of the oldest live lease, or the head where there is none; for telemetry."""
         ...
 
     def reserve(self, nbytes: int) -> Lease | None:

@@ -71,45 +71,22 @@ class GrantQueue(Generic[P, K]):
     yet computed. If these alone leave no gap that is large enough, waiting would only stop all peers. Then the others
     continue. A frozen peer delays the others until it is suspended, and no longer.
 
-    Limits count bytes as requested. They are fractions of the ring's capacity.
+    **Limits** count bytes as requested: an eighth of the ring's capacity for a single lease, a quarter for all leases
+    for data not yet computed, and half of it for one peer while several are known.
 
     Args:
         ring: the allocator; no other object reserves from it.
-        lookahead_fraction: limit of all leases for data not yet computed.
-        peer_fraction: limit of one peer while several are known.
-        lease_fraction: limit of a single lease.
 
     Attributes:
         lease_limit: bytes of the largest lease.
         leases: the live leases; read only.
-
-    Raises:
-        ConfigurationError: fractions outside (0, 1], or a lease limit above one of the other limits.
     """
 
-    def __init__(
-        self,
-        ring: StagingAllocator,
-        *,
-        lookahead_fraction: float = 0.25,
-        peer_fraction: float = 0.5,
-        lease_fraction: float = 0.125,
-    ) -> None:
-        if (
-            not 0
-            < lease_fraction
-            <= min(lookahead_fraction, peer_fraction)
-            <= max(lookahead_fraction, peer_fraction)
-            <= 1
-        ):
-            raise ConfigurationError(
-                f"fractions of the ring must be in (0, 1] and a lease's, {lease_fraction}, the smallest: "
-                f"look-ahead has {lookahead_fraction}, a peer {peer_fraction}"
-            )
+    def __init__(self, ring: StagingAllocator) -> None:
         self._ring = ring
-        self._lookahead_limit = int(ring.capacity * lookahead_fraction)
-        self._peer_limit = int(ring.capacity * peer_fraction)
-        self.lease_limit = int(ring.capacity * lease_fraction)
+        self._lookahead_limit = ring.capacity // 4
+        self._peer_limit = ring.capacity // 2
+        self.lease_limit = ring.capacity // 8
         self._lookahead_held = 0
         self._quarantined = 0
         self._peers: dict[P, _Peer[P, K]] = {}

@@ -38,21 +38,10 @@ class RingStagingAllocator:
         self.capacity = capacity
         self.alignment = alignment
         self._head = 0
-        # By place in the buffer, in the order granted: the first is the oldest. ``_places``: its keys, ascending.
+        # By place in the buffer; ``_places``: its keys, ascending.
         self._live: dict[int, Lease] = {}
         self._places: list[int] = []
         self.live_bytes = 0
-
-    @property
-    def tail(self) -> VirtualOffset:
-        """Start of the oldest live lease, or the head where there is none."""
-        oldest = next(iter(self._live.values()), None)
-        return VirtualOffset(self._head) if oldest is None else oldest.start
-
-    @property
-    def live(self) -> int:
-        """How many leases are not released yet."""
-        return len(self._live)
 
     def reserve(self, nbytes: int) -> Lease | None:
         """The next ``nbytes`` free bytes at or after the head, in one round at most; None: wait for a release.
@@ -111,8 +100,6 @@ class RingStagingAllocator:
             assert lease.end <= self._head, f"{lease} ends after the head, {self._head}"
         for left, right in pairwise(leases):
             assert left.offset + self._occupied(left.nbytes) <= right.offset, f"{left} overlaps {right}"
-        ages = [lease.start for lease in self._live.values()]
-        assert ages == sorted(ages), "the oldest lease is not the first"
         occupied = sum(self._occupied(lease.nbytes) for lease in leases)
         assert occupied == self.live_bytes, f"{occupied} bytes are live, {self.live_bytes} are counted"
 

@@ -1,12 +1,12 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
+from ..planning import Tables
 from .base import (
     Feature,
     Job,
     MoverName,
     Schedule,
     Selection,
-    Tables,
     TransferPlanner,
     exposes_pages,
     refusal,

@@ -8,11 +8,8 @@ from typing import Literal, Protocol
 
 from attrs import field, frozen
 
-from ..geometry import PageTable
 from ..ids import GroupId
-from ..planning import Groups, LayerRun, PageCopy, PairPlan, Segment, StagedLayout, Writes
-
-Tables = Mapping[GroupId, PageTable]
+from ..planning import Groups, LayerRun, PageCopy, PairPlan, Segment, StagedLayout, Tables, Writes
 
 MoverName = Literal["direct", "mapped", "staged"]
 """What carries out the plans of a path on the prefill side."""

@@ -10,9 +10,17 @@ from .. import arguments
 from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
-from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
-from .base import Job, TransferPlanner, exposes_pages, refusal
+from ..planning import Limits, PairPlan, RankPlan, RowRange, Segment, plain_site
+from .base import Job, TransferPlanner, refusal
 from .registry import in_auto_order, paths
+
+
+@frozen
+class Choice:
+    """The path that ``auto`` takes, and one sentence that says why."""
+
+    path: str
+    reason: str
 
 
 @frozen
@@ -45,7 +53,7 @@ class Explanation:
         descriptors: writes in all, for each path that every pair can take.
         nbytes: bytes in all, the same on every path.
         refused: the first reason, for each path that some pair cannot take.
-        auto: what ``auto`` takes, and why: estimates are those of the prefill rank that takes longest.
+        auto: what ``auto`` takes, and why.
     """
 
     pairs: tuple[PairCount, ...]
@@ -66,7 +74,6 @@ def explain(
     slot_bytes: int = 128 << 20,
     lease_bytes: int = 512 << 20,
     rotation: int = 0,
-    cost: CostModel | None = None,
     maps: bool = False,
     decode_spec: CacheSpec | None = None,
 ) -> Explanation:
@@ -84,7 +91,6 @@ def explain(
         slot_bytes: size of a prefill staging slot.
         lease_bytes: the most that one lease may have.
         rotation: which replica takes which piece.
-        cost: costs of the fabric; None: the defaults.
         maps: the transport maps memory of peers; otherwise ``auto`` does not take ``mapped``.
         decode_spec: decode's cache, into which prefill's is converted; None: it is the same.
 
@@ -105,9 +111,9 @@ def explain(
     for number, shard in enumerate(decode):
         site = plain_site(wanted, shard, tokens, page_size[1], order[1])
         rows = RowRange(0, tokens)
-        intake = Intake.build(wanted, prefill, shard, rotation).for_rows(rows)
-        for rank, parts in enumerate(intake.parts):
-            sizes = {s: intake.part_bytes(s, Rank(rank)) for s in intake.segments(Rank(rank), 0, tokens, limits)}
+        rank_plan = RankPlan.build(wanted, prefill, shard, rotation).for_rows(rows)
+        for rank, parts in enumerate(rank_plan.parts):
+            sizes = {s: rank_plan.part_bytes(s, Rank(rank)) for s in rank_plan.segments(Rank(rank), 0, tokens, limits)}
             segments = [segment for segment, nbytes in sizes.items() if nbytes]
             if segments:
                 pair, counts, refused = PairPlan(sources[rank], site, parts, rows), dict[str, int](), dict[str, str]()
@@ -119,7 +125,7 @@ def explain(
                         counts[path.name] = count
                 one = Rank(rank), Rank(number), sum(sizes.values())
                 pairs.append(PairCount(*one, counts, len(segments), refused))
-    return _sum_up(pairs, cost or CostModel(), known, maps)
+    return _sum_up(pairs, known, maps)
 
 
 def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -> int | str:
@@ -136,38 +142,39 @@ def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -
     return sum(arguments.count(number, f"path {path.name!r}: count(): its result") for number in counts)
 
 
-def _sum_up(
-    pairs: Sequence[PairCount], cost: CostModel, known: Mapping[str, TransferPlanner], maps: bool
-) -> Explanation:
+def _sum_up(pairs: Sequence[PairCount], known: Mapping[str, TransferPlanner], maps: bool) -> Explanation:
     refused: dict[str, str] = {}
     for pair in pairs:
         for path, reason in pair.refused.items():
             refused.setdefault(path, f"prefill rank {pair.writer} to decode rank {pair.target}: {reason}")
     able = [path for path in known if path not in refused]
     totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
-    refusals, slowest = dict[str, str](), list[Estimate]()
+    nbytes = sum(pair.nbytes for pair in pairs)
+    counts, refusals = dict[str, int](), dict[str, str]()
     for one in in_auto_order(known.values()):
         if one.name in refused:
             refusals[one.name] = refused[one.name]
         elif one.mover == "mapped" and not maps:
             refusals[one.name] = "the transport does not map memory of peers"
         else:
-            slowest.append(_slowest(pairs, one, cost))
-    return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused, choose(slowest, refusals))
+            counts[one.name] = totals[one.name]
+    return Explanation(tuple(pairs), totals, nbytes, refused, choose(counts, nbytes, refusals))
 
 
-def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel) -> Estimate:
-    """The estimate of the prefill rank that takes longest for all that it sends."""
-    estimates: list[Estimate] = []
-    for writer in sorted({pair.writer for pair in pairs}):
-        mine = [pair for pair in pairs if pair.writer == writer]
-        descriptors, nbytes = (sum(pair.descriptors[path.name] for pair in mine), sum(pair.nbytes for pair in mine))
-        estimates.append(estimated(path, cost, descriptors, nbytes, sum(pair.segments for pair in mine)))
-    return max(estimates, key=lambda e: e.seconds)
+def choose(counts: Mapping[str, int], nbytes: int, refusals: Mapping[str, str]) -> Choice:
+    """Take the first of the paths that can.
 
+    Args:
+        counts: the writes of each path that can, in the order in which they are preferred.
+        nbytes: bytes, the same on every path.
+        refusals: the reason of each path that cannot.
 
-def estimated(path: TransferPlanner, cost: CostModel, descriptors: int, nbytes: int, segments: int) -> Estimate:
-    """What a path takes."""
-    if path.mover == "mapped":
-        return cost.estimate_mapped(path.name, descriptors, nbytes)
-    return cost.estimate(path.name, descriptors, nbytes, 0 if exposes_pages(path) else segments)
+    Raises:
+        ConfigurationError: no path can; the message has every reason.
+    """
+    refused = [f"{path} cannot: {reason}" for path, reason in refusals.items()]
+    if not counts:
+        raise ConfigurationError(f"no path is left: {'; '.join(refused) or 'none was offered'}")
+    (path, writes), *others = counts.items()
+    would = [f"{other} would take {count:,}" for other, count in others]
+    return Choice(path, "; ".join([f"{path} takes {writes:,} writes of {nbytes:,} bytes", *would, *refused]))

@@ -8,7 +8,17 @@ from ..planning.descriptors import direct_total, slice_total
 from .base import Job, MoverName
 
 
-class DirectPlanner:
+class _Exposing:
+    """A path that reaches pages of the receiver."""
+
+    name: str
+
+    def receive(self, job: Job) -> StagedLayout:
+        """Nothing is received into staging."""
+        raise LocalProtocolError(f"the {self.name} path scatters nothing")
+
+
+class DirectPlanner(_Exposing):
     """Whole pages and runs of pages, coalesced by address; only between equal layouts."""
 
     name = "direct"
@@ -23,16 +33,12 @@ class DirectPlanner:
         """One write per run of pages."""
         return direct_writes(job.pair, job.segment, job.source_tables, job.target_tables)
 
-    def receive(self, job: Job) -> StagedLayout:
-        """Nothing is received into staging."""
-        raise LocalProtocolError("the direct path scatters nothing")
-
     def count(self, job: Job) -> int:
         """At most one write per page and plane."""
         return direct_total(job.pair, job.segment)
 
 
-class SlicePlanner:
+class SlicePlanner(_Exposing):
     """One write per token and head slice: what every engine can do, and the baseline to beat."""
 
     name = "slice"
@@ -46,10 +52,6 @@ class SlicePlanner:
     def send(self, job: Job) -> Writes:
         """One write per row and run of units."""
         return slice_writes(job.pair, job.segment, job.source_tables, job.target_tables)
-
-    def receive(self, job: Job) -> StagedLayout:
-        """Nothing is received into staging."""
-        raise LocalProtocolError("the slice path scatters nothing")
 
     def count(self, job: Job) -> int:
         """One write per row and run of units."""
@@ -80,7 +82,7 @@ class StagedPlanner:
         return 1
 
 
-class MappedPlanner:
+class MappedPlanner(_Exposing):
     """One kernel copies from the writer's pages into the receiver's, which the transport maps at the writer.
 
     Page sizes and layouts may differ; nothing is staged. Public measurements of kernels that write through NVLink
@@ -98,10 +100,6 @@ class MappedPlanner:
     def send(self, job: Job) -> PageCopy:
         """What to copy, from page to page."""
         return job.pair.page_copy(job.segment)
-
-    def receive(self, job: Job) -> StagedLayout:
-        """Nothing is received into staging."""
-        raise LocalProtocolError("the mapped path scatters nothing")
 
     def count(self, job: Job) -> int:
         """One launch at most: segments and destinations may share one."""

@@ -227,11 +227,3 @@ class StagingAllocatorSuite:
                 assert moving, f"beside one frozen lease, {frozen}, there is no room for any other"
                 moved += moving[0].nbytes
                 model.release(moving[0])
-
-    def test_the_tail_is_the_oldest_live_lease(self, model: Model) -> None:
-        """Whatever comes back in between."""
-        first, second, third = (model.need(ALIGNMENT) for _ in range(3))
-        for gone, oldest in ((second, first), (first, third)):
-            model.release(gone)
-            tail = model.allocator.tail
-            assert tail == oldest.start, f"the tail is {tail}, the oldest live lease is {oldest}"

@@ -22,9 +22,8 @@ from ..geometry import CacheSpec, PageTable, Shard, shard
 from ..ids import KV, GroupId, LayerId, Rank
 from ..kernels import CpuKernels, Move, PageMove, Pages
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
-from ..planning import Intake, Limits, PageCopy, PairPlan, RowRange, StagedLayout, Writes
+from ..planning import Limits, PageCopy, PairPlan, RankPlan, RowRange, StagedLayout, Writes
 from ..strategies import Job, MoverName, TransferPlanner, exposes_pages
-from .skips import SaysSkips
 
 POISON = 0xA5
 """What the target's memory is filled with before a transfer."""
@@ -122,7 +121,7 @@ class Transfer:
     target: Side
     want: Side
     sources: tuple[Side, ...]
-    intake: Intake = field(repr=False)
+    rank_plan: RankPlan = field(repr=False)
 
     @classmethod
     def of(cls, case: Case) -> Transfer:
@@ -147,18 +146,18 @@ class Transfer:
             one.put(truth, 0, case.stop)
         want.put(truth, case.start, case.stop)
         rows = RowRange(case.start, case.stop)
-        intake = Intake.build(case.spec, case.prefill, case.decode).for_rows(rows)
-        return cls(case, truth, target, want, tuple(sources), intake)
+        rank_plan = RankPlan.build(case.spec, case.prefill, case.decode).for_rows(rows)
+        return cls(case, truth, target, want, tuple(sources), rank_plan)
 
     def parts(self, exposed: bool) -> Iterator[Part]:
         """Each segment of each writer; target's pages are known to the writer only where they are exposed."""
-        case, intake = self.case, self.intake
+        case, rank_plan = self.case, self.rank_plan
         limits = Limits(STAGING_BYTES, STAGING_BYTES, case.page_sizes[1])
-        for rank, (source, shares) in enumerate(zip(self.sources, intake.parts, strict=True)):
-            pair = PairPlan(source.pool.site, self.target.pool.site, shares, intake.room)
-            for layers in intake.ranges(Rank(rank)):
-                for segment in intake.cut(case.start, case.stop, layers, limits):
-                    nbytes = intake.part_bytes(segment, Rank(rank))
+        for rank, (source, shares) in enumerate(zip(self.sources, rank_plan.parts, strict=True)):
+            pair = PairPlan(source.pool.site, self.target.pool.site, shares, rank_plan.room)
+            for layers in rank_plan.ranges(Rank(rank)):
+                for segment in rank_plan.cut(case.start, case.stop, layers, limits):
+                    nbytes = rank_plan.part_bytes(segment, Rank(rank))
                     if nbytes:
                         tables = self.target.tables if exposed else {}
                         send = Job(pair, segment, source.tables, tables)
@@ -172,7 +171,7 @@ class Transfer:
             assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]} of {found.nbytes}"
 
 
-class TransferPlannerSuite(SaysSkips):
+class TransferPlannerSuite:
     """Promises of a path. Subclasses give ``planner``; test methods are inherited."""
 
     def planner(self) -> TransferPlanner:
@@ -182,7 +181,7 @@ class TransferPlannerSuite(SaysSkips):
     def refusal(self, of: Transfer) -> str | None:
         """Why the path cannot carry a case."""
         planner, target = self.planner(), of.target.pool.site
-        for source, parts in zip(of.sources, of.intake.parts, strict=True):
+        for source, parts in zip(of.sources, of.rank_plan.parts, strict=True):
             pair = PairPlan(source.pool.site, target, parts)
             reason = planner.refuse(pair)
             assert reason is None or reason, "a refusal without a reason"

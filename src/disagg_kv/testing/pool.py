@@ -25,7 +25,6 @@ from ..kernels import Move, kernels_for
 from ..kernels.tensors import tensor_of
 from ..memory import U8, Buffer, MemoryPool, new_buffer
 from ..planning import StagedLayout
-from .skips import SaysSkips
 
 PAGE_SIZE = 4
 PAGES = 6
@@ -43,7 +42,7 @@ HELD: Mapping[str, Callable[[CacheSpec], Shard]] = {
 CASES = list(itertools.product(SPECS, HELD))
 
 
-class MemoryPoolSuite(SaysSkips):
+class MemoryPoolSuite:
     """Promises of a pool on any device. Subclasses give ``pool``; test methods are inherited."""
 
     def pool(self, spec: CacheSpec, shard: Shard, page_size: int, pages: int) -> MemoryPool:

@@ -38,7 +38,6 @@ from ..memory import U8, PagedPool, bytes_of
 from ..rendezvous import Source, StaticRendezvous
 from ..transports import InprocTransport
 from .pair import wait
-from .skips import SaysSkips
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 PAGE_SIZE, ROWS = 16, 40
@@ -206,7 +205,7 @@ class Exchange:
         self.sender.close(0.0)
 
 
-class ReceiverSuite(SaysSkips):
+class ReceiverSuite:
     """Promises of a receiver. Subclasses give ``receiver``; test methods are inherited.
 
     A test opens at most two rooms at a time: a receiver may refuse others. With ``begins``, more of them, which wait.

@@ -21,12 +21,11 @@ import pytest
 from ..errors import ConfigurationError, InstanceClosedError
 from ..ids import Rank
 from ..rendezvous import Rendezvous, Source, SupportsWithdraw
-from .skips import SaysSkips
 
 Another = Callable[[], Rendezvous]
 
 
-class RendezvousSuite(SaysSkips):
+class RendezvousSuite:
     """Promises of a rendezvous. Subclasses give the fixture ``rendezvous``, and ``another`` where there are others.
 
     What one object publishes is known to its own ``lookup`` at once, and to that of others within ``settle_s``.

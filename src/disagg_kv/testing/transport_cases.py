@@ -10,13 +10,12 @@ from ..transports import Transport
 from ..transports.descriptor import later_version
 from .ends import Child, End, HostMemory, Memory
 from .pair import Pair, wait
-from .skips import SaysSkips
 
 NBYTES = 1 << 16
 """Bytes of a pair's first regions."""
 
 
-class TransportCases(SaysSkips):
+class TransportCases:
     """Fixtures; see :class:`disagg_kv.testing.transport.TransportSuite`."""
 
     one_process = True

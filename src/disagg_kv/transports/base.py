@@ -43,8 +43,8 @@ class Capabilities:
         max_batch: descriptors of one ``submit``; None: no limit.
         drain_s: seconds after the observed exit of a peer's process. By then the peer's last writes have landed, and
             writes that were posted to it read and write nothing more. None: unknown.
-        write_s: rough cost of one more descriptor in seconds; for the cost model only.
-        bytes_per_s: rough bulk speed in bytes per second; for the cost model only.
+        write_s: rough cost of one more descriptor in seconds.
+        bytes_per_s: rough bulk speed in bytes per second: endpoints look more often at writes of fast wires.
         link: what a connected peer costs this process; the default is a guess.
     """
 

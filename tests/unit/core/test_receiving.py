@@ -41,7 +41,7 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import RankPlan, Segment
 from tests.support.receive_room import (
     LEASE,
     OTHER_LEASE,
@@ -385,10 +385,10 @@ def test_a_segment_that_overlaps_what_has_landed_is_refused() -> None:
 def test_a_rank_that_was_not_elected_is_refused_by_name() -> None:
     """Of these two replicas each sends one layer."""
     latent = CacheSpec.mla(2, 64, "int8")
-    intake = Intake.build(latent, [shard(latent), shard(latent)], shard(latent))
-    other = next(r for r in (0, 1) if Rank(r) not in intake.writers(Segment(0, 4, 0, 1)))
+    rank_plan = RankPlan.build(latent, [shard(latent), shard(latent)], shard(latent))
+    other = next(r for r in (0, 1) if Rank(r) not in rank_plan.writers(Segment(0, 4, 0, 1)))
     room = Room(begun=False)
-    room.say(room.awaited, Introduced((P[0], P[1]), intake), request(other, Segment(0, 4, 0, 1)))
+    room.say(room.awaited, Introduced((P[0], P[1]), rank_plan), request(other, Segment(0, 4, 0, 1)))
     failed(room, RemoteProtocolError, f"prefill rank {other} was not elected")
 
 

@@ -10,18 +10,18 @@ from disagg_kv.core import CastVote, Introduced
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, Component, shard
 from disagg_kv.ids import LayerId, VirtualOffset
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import RankPlan, Segment
 from disagg_kv.staging import Lease
 from tests.support.receive_room import OTHER_LEASE, SPEC, A, B, P, Room, done, only, request
 
 HYBRID = CacheSpec.uniform(2, [*SPEC.layers[LayerId(0)], Component("ssm", "int8", 2, 16, tokens_per_row=0, rows=1)])
-HYBRID_INTAKE = Intake.build(HYBRID, [shard(HYBRID, tp=2, rank=r) for r in range(2)], shard(HYBRID))
+HYBRID_PLAN = RankPlan.build(HYBRID, [shard(HYBRID, tp=2, rank=r) for r in range(2)], shard(HYBRID))
 
 
 def hybrid() -> Room:
     """A room that awaits rows and states."""
     room = Room(begun=False)
-    room.introduced = Introduced((P[0], P[1]), HYBRID_INTAKE)
+    room.introduced = Introduced((P[0], P[1]), HYBRID_PLAN)
     room.say(room.awaited, room.introduced)
     return room
 

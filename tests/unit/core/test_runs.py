@@ -104,7 +104,7 @@ def test_planes_that_cannot_be_are_the_peers_error(steps: tuple[int, int, int], 
 def test_what_a_hello_unfolds_to_is_bounded_in_all(counts: list[int], ranks: bool) -> None:
     """Each list is short enough; together they would be gigabytes: they are refused by name, before they are made."""
     spec = CacheSpec.kv(1, 1, 8, "float16")
-    holdings = [WireHolding("k", ((0, count),), 0, 1, 1, 0, n + 1) for n, count in enumerate(counts)]
+    holdings = [WireHolding("k", ((0, count),), 0, n + 1) for n, count in enumerate(counts)]
     told = [(one,) for one in holdings] if ranks else [tuple(holdings)]
     says = "layer .* in a Hello; at most 0 is allowed"
     if sum(counts) > MAX_HELD:

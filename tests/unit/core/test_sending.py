@@ -30,7 +30,7 @@ from disagg_kv.core.wire.frames import (
 from disagg_kv.errors import PeerLostError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.planning import Intake, Limits, Segment
+from disagg_kv.planning import Limits, RankPlan, Segment
 from tests.support.send_room import (
     RETRY,
     A,
@@ -105,11 +105,11 @@ def test_rows_that_decode_holds_or_does_not_await_are_not_sent() -> None:
 def test_a_rank_that_was_not_elected_says_done_only() -> None:
     """Both replicas hold the latent; of a single layer and row one of them sends nothing."""
     latent = CacheSpec.mla(1, 64, "int8")
-    intake = Intake.build(latent, [shard(latent), shard(latent)], shard(latent))
-    idle = next(Rank(r) for r in (0, 1) if not intake.part_bytes(Segment(0, 1, 0, 1), Rank(r)))
+    rank_plan = RankPlan.build(latent, [shard(latent), shard(latent)], shard(latent))
+    idle = next(Rank(r) for r in (0, 1) if not rank_plan.part_bytes(Segment(0, 1, 0, 1), Rank(r)))
     room = Room(chunks=0)
     room.add(1)
-    assert room.expect(given=FlowPlan(idle, intake, 0, 1, False, Limits(4096, 8192, 4))) == []
+    assert room.expect(given=FlowPlan(idle, rank_plan, 0, 1, False, Limits(4096, 8192, 4))) == []
     assert sent(room.machine.finish(1, None, 0.0)) == [Done]
 
 

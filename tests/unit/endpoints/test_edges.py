@@ -287,7 +287,7 @@ def test_exits_of_processes_are_noticed() -> None:
         ({"regions": tuple(range(9))}, "hello"),
         ({"lease_bytes": (1 << 16) + 1}, "hello"),
         ({"role": "both"}, "role"),
-        ({"shards": ((WireHolding("k", ((0, 1 << 16),), 0, 1, 1, 0, 1),) * 1000,)}, "hello"),
+        ({"shards": ((WireHolding("k", ((0, 1 << 16),), 0, 1),) * 1000,)}, "hello"),
     ],
 )
 def test_ranks_of_one_instance_must_fit(change: dict[str, object], field: str) -> None:

@@ -22,7 +22,7 @@ from disagg_kv.memory import PagedPool
 from disagg_kv.rendezvous import Source
 from tests.support.rig import Decodes, E, Member, Memory, Prefills, Rig, Truth, tp_shards
 
-FULL, SLIDE, STATE = GroupId("full"), GroupId("slide"), GroupId("ssm")
+FULL, SLIDE, STATE = GroupId("full"), GroupId("slide"), GroupId("state")
 WINDOW, PAGES = 6, 24
 KV = (Component("k", "int8", 4, 8), Component("v", "int8", 4, 8))
 SPEC = CacheSpec(
@@ -48,7 +48,7 @@ def engine(sizes: Mapping[GroupId, int]) -> Memory:
             }
             for layer, components in spec.layers.items()
         }
-        return PagedPool.from_tensors(spec, held, tensors, group=GROUPS, state_group={LayerId(2): STATE}, null_page=0)
+        return PagedPool.from_tensors(spec, held, tensors, group=GROUPS, null_page=0)
 
     return Memory(pool=adopted)
 
@@ -194,8 +194,8 @@ def test_a_page_of_full_attention_or_of_a_state_is_never_null() -> None:
         receive.expect(Expectation(8, [null, tables[SLIDE]], state=state))
     with pytest.raises(GeometryError, match="group 'full': row 4 is needed, but it lies in the null page"):
         send.send_chunk(8, [null, tables[SLIDE]])
-    with pytest.raises(GeometryError, match="group 'ssm': row 0 is needed, but it lies in the null page"):
+    with pytest.raises(GeometryError, match="group 'state': row 0 is needed, but it lies in the null page"):
         send.finish(0, state=[PageTable(STATE, [0])])
-    with pytest.raises(GeometryError, match="group 'ssm': row 0 is needed, but it lies in the null page"):
+    with pytest.raises(GeometryError, match="group 'state': row 0 is needed, but it lies in the null page"):
         receive.expect(Expectation(8, [tables[FULL], tables[SLIDE]], state=[PageTable(STATE, [0])]))
     room.rig.check()

@@ -15,6 +15,7 @@ from disagg_kv.kernels import Checksums, Move, PageMove, Pages, kernels_for
 from disagg_kv.memory import Buffer, Event, Flag, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
+from tests.support.pools import adopted
 from tests.support.rig import AUX_BYTES, POISON, E, Member, Memory, Rig, tp_shards
 from tests.unit.endpoints.test_states import HYBRID
 
@@ -29,7 +30,7 @@ def on(buffer: Buffer, device: str) -> Buffer:
 def host_view(pool: PagedMemory) -> PagedPool:
     """A pool of the device as the test, and kernels of the device, see its memory."""
     site = pool.site
-    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, [on(b, "cpu") for b in pool.buffers])
+    return adopted(site.spec, site.shard, site.groups, site.planes, [on(b, "cpu") for b in pool.buffers])
 
 
 class DeviceTransport(InprocTransport):

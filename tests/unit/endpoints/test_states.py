@@ -11,9 +11,9 @@ from disagg_kv.core import Phase, RoomFrame
 from disagg_kv.core.wire.frames import ChunkReady, StagingRequest
 from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError, OversizeError
-from disagg_kv.geometry import CacheSpec, Component, PageTable, attention_tp, shard
+from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.planning import Intake, Limits, Segment
+from disagg_kv.planning import Limits, RankPlan, Segment
 from disagg_kv.strategies import LayerPipelined
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import KV, STATE, Memory, Rig, put_states, tp_shards
@@ -239,13 +239,13 @@ def test_a_state_that_fits_no_slot_fails_the_room_with_both_sizes() -> None:
 def test_a_row_of_states_is_cut_by_layers_before_it_is_refused() -> None:
     """And what does not fit even so names the layer."""
     shards = tp_shards(HYBRID, 1)
-    intake = Intake.build(HYBRID, shards, shards[0])
-    cut = intake.cut_states(range(4), Limits(4 * (64 + 18), 1 << 20))
+    rank_plan = RankPlan.build(HYBRID, shards, shards[0])
+    cut = rank_plan.cut_states(range(4), Limits(4 * (64 + 18), 1 << 20))
     rows = [Segment(row, row + 1, first, first + 2, True) for first in (0, 2) for row in range(2)]
     assert cut == [*rows, Segment(2, 3, 0, 4, True)], "only the conv states have a third row"
-    assert sum(intake.part_bytes(one, Rank(0)) for one in cut) == STATE_BYTES
+    assert sum(rank_plan.part_bytes(one, Rank(0)) for one in cut) == STATE_BYTES
     with pytest.raises(OversizeError, match="for one row of layer 0"):
-        intake.cut_states(range(4), Limits(4 * (64 + 18) - 1, 1 << 20))
+        rank_plan.cut_states(range(4), Limits(4 * (64 + 18) - 1, 1 << 20))
 
 
 def test_each_request_of_an_instance_with_attention_data_parallelism_goes_to_one_of_its_groups() -> None:
@@ -253,7 +253,7 @@ def test_each_request_of_an_instance_with_attention_data_parallelism_goes_to_one
     spec = CacheSpec.kv(2, 4, 8, "int8")
     rig = Rig(spec)
     prefills = rig.prefill(tp_shards(spec, 4))
-    groups = [rig.decode(tp_shards(spec, attention_tp(4, 2)), name=f"D{dp}") for dp in range(2)]
+    groups = [rig.decode(tp_shards(spec, 4 // 2), name=f"D{dp}") for dp in range(2)]
     requests = [rig.request(f"room {i}", prefills, groups[i % 2], 10) for i in range(4)]
     for request in requests:
         request.start(10)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Channel, base, fit_together
+from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Channel, base
 from disagg_kv.core import Options, RoomFrame
 from disagg_kv.core.wire.frames import ChunkReady, Done, Landed
 from disagg_kv.endpoints.loop import buffers as outbox
@@ -29,7 +29,7 @@ class Together(Listening):
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
         self._sizes.append(len(frames))
-        assert fit_together(frames)
+        assert base.fit_together(frames)
         return all(self.send(address, frame) for frame in frames)
 
 

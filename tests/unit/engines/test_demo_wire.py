@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from disagg_kv.core import Phase
-from disagg_kv.engines.hf.demo import DemoConfig, wire
+from disagg_kv.engines.hf.demo import wire
 from disagg_kv.errors import AbortedError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.transports import InprocTransport, registry
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
@@ -34,15 +33,3 @@ def test_what_is_awaited_is_computed() -> None:
     rig.until(lambda: request.sends[0].phase is Phase.READY, "decode's wish")
     wire.awaited(request.sends[0])
     request.send(8).finish().landed()
-
-
-def test_the_demo_takes_a_network_only_where_a_side_is_at_an_address_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default; a transport that is named is taken as it is."""
-
-    class Net(InprocTransport):
-        name = "net"
-
-    monkeypatch.setattr(registry, "_registered", {"nixl": Net})
-    assert wire._carrier(DemoConfig(), "127.0.0.1", "cpu").name == "shm"
-    assert wire._carrier(DemoConfig(), "10.0.0.1", "cpu").name == "shm+net"
-    assert wire._carrier(DemoConfig(transport="nixl"), "127.0.0.1", "cpu").name == "net"

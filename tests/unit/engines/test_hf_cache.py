@@ -31,6 +31,7 @@ from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.memory import Buffer, Layout, Mark, PagedPool
+from tests.support.pools import adopted
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -417,7 +418,7 @@ def test_memory_whose_strides_do_not_suit_the_dtype_is_refused() -> None:
     group = Group(GroupId("kv"), 1, 2)
     planes = [Plane(LayerId(0), name, group.id, 0, at, 66, 66, 33) for name, at in (("k", 0), ("v", 132))]
     buffer = Buffer(memory.ctypes.data, memory.nbytes, "cpu", memory)
-    pool = PagedPool.adopt(spec, shard(spec), [group], planes, [buffer])
+    pool = adopted(spec, shard(spec), [group], planes, [buffer])
     with pytest.raises(GeometryError, match=r"layer 0, 'k': strides \(66, 66, 33\) do not align float32"):
         PagedHFCache(pool)
 

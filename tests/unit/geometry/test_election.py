@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import attrs
 import pytest
 
-from disagg_kv.errors import GeometryError, UnsupportedError
+from disagg_kv.errors import GeometryError
 from disagg_kv.geometry import CacheSpec, Component, Holding, Shard, Share, elect, rotations, shard
 from disagg_kv.ids import LayerId
 
@@ -71,14 +68,3 @@ def test_shards_are_held_against_the_spec() -> None:
     for writers, target in (([other], shard(spec)), ([shard(spec)], other)):
         with pytest.raises(GeometryError, match="layer 0 has no component 'index'"):
             elect(spec, writers, target)
-
-
-@pytest.mark.parametrize("change", [{"ways": 2}, {"ways": 2, "index": 1}, {"granule": 16}])
-def test_context_parallelism_is_refused_by_name(change: dict[str, Any]) -> None:
-    """The model can say it; this version does not move it."""
-    spec = CacheSpec.mla(1, 2, "int8")
-    (holding,) = shard(spec).holdings
-    with pytest.raises(UnsupportedError, match="writer 1, 'latent': context parallelism is not supported yet"):
-        elect(spec, [shard(spec), Shard([attrs.evolve(holding, **change)])], shard(spec))
-    with pytest.raises(UnsupportedError, match="target, 'latent': context parallelism"):
-        elect(spec, [shard(spec)], Shard([attrs.evolve(holding, **change)]))

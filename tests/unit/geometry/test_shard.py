@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, Holding, Shard, attention_tp, even_units, shard, stages
+from disagg_kv.geometry import CacheSpec, Holding, Shard, even_units, shard, stages
 from disagg_kv.ids import LayerId
 
 SPEC = CacheSpec.kv(4, 7, 2, "int8")
@@ -40,12 +40,6 @@ def test_stages_are_near_equal_and_cover_every_layer() -> None:
         stages(SPEC, 5)
 
 
-def test_attention_data_parallelism_divides_tensor_parallelism() -> None:
-    assert attention_tp(8, 4) == 2
-    with pytest.raises(GeometryError, match="parallelism 3 does not divide tensor parallelism 8"):
-        attention_tp(8, 3)
-
-
 def test_shards_that_cannot_be() -> None:
     """Each has its own message."""
     every = frozenset([LayerId(0)])
@@ -55,8 +49,6 @@ def test_shards_that_cannot_be() -> None:
         Holding("k", every, range(2, 2))
     with pytest.raises(GeometryError, match="non-empty run of units"):
         Holding("k", every, range(0, 4, 2))
-    with pytest.raises(GeometryError, match="index 2 of 2 ways"):
-        Holding("k", every, range(1), ways=2, index=2)
     with pytest.raises(GeometryError, match="layer 0, 'k': unit 8 of 7 units"):
         shard(SPEC, units={"k": range(5, 9), "v": range(1)})
     with pytest.raises(GeometryError, match="layer 9 is not in the spec, which has 4 layers"):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -14,7 +10,7 @@ from attrs import evolve
 
 from disagg_kv import Options
 from disagg_kv.transports.nixl_library import MODULES
-from tests.support.hosts import UCX, Host, Node, Setup, endpoints, refusal, two_hosts, wait
+from tests.support.hosts import Host, Node, Setup, endpoints, refusal, two_hosts, wait
 
 pytestmark = pytest.mark.slow
 
@@ -190,30 +186,3 @@ def test_a_cable_that_stays_out_leaves_the_evidence_to_the_operator(hosts: tuple
         decode.ask("confirm")
         rests(decode)
         assert decode.ask("wrong", {b"before": 64}, [b"large"]) == 0
-
-
-def demo(hosts: tuple[Host, Host], *options: str) -> subprocess.CompletedProcess[str]:
-    """The demo, started on the first host, with decode on the second."""
-    a, b = hosts
-    small = ["--prefill-tp", "2", "--requests", "1", "--max-new-tokens", "3", "--layers", "2", "--json"]
-    where = ["--prefill-host", a.address, "--decode-host", b.address, "--decode-launch", " ".join(b.launch)]
-    main = [sys.executable, "-c", "from disagg_kv.cli.main import main; main()", "demo"]
-    return subprocess.run(
-        [*a.launch, *main, *small, *where, *options], env={**os.environ, **UCX}, capture_output=True, text=True
-    )
-
-
-@needs_mooncake
-def test_the_demo_runs_across_the_cable(hosts: tuple[Host, Host]) -> None:
-    """A model's cache, from two prefill processes here to a decode process there.
-
-    Mooncake is reached at the addresses of the hosts, also if it is one of several transports.
-    """
-    before = hosts[1].received()
-    done = demo(hosts, "--transport", "inproc+mooncake")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ok"] is True
-    assert found["tokens_equal"] is True
-    assert found["wrong_bytes"] == found["stray_bytes"] == 0
-    assert hosts[1].received() - before > found["kv_bytes"]

@@ -13,10 +13,10 @@ import torch
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Share, shard
 from disagg_kv.ids import GroupId, LayerId, RegionId
 from disagg_kv.kernels import CpuKernels, Kernels, Move, PageMove, Pages, ReferenceKernels, TritonKernels
-from disagg_kv.memory import Buffer, PagedPool, bytes_of
+from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import PageCopy, PairPlan, Segment, direct_writes, slice_writes
 from disagg_kv.transports import Extents
-from tests.support.pools import Bytes, noise, staged_layout
+from tests.support.pools import Bytes, adopted, noise, staged_layout
 
 K = GroupId("k")
 UNIT, ROWS = 4, 16
@@ -42,7 +42,7 @@ class Sparse:
         buffer = Buffer(ctypes.addressof(ctypes.c_char.from_buffer(self.mapping)), NBYTES, owner=self.mapping)
         self.memory = bytes_of(buffer)
         plane = Plane(LayerId(0), "k", K, 0, 0, PAGE, UNIT, UNIT)
-        self.pool = PagedPool.adopt(SPEC, shard(SPEC), [Group(K, ROWS, NBYTES // PAGE)], [plane], [buffer])
+        self.pool = adopted(SPEC, shard(SPEC), [Group(K, ROWS, NBYTES // PAGE)], [plane], [buffer])
 
     def __del__(self) -> None:
         os.close(self.file)

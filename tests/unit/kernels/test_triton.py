@@ -23,7 +23,7 @@ from disagg_kv.planning import PartView, Segment
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
 from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, check_prepared, check_prepared_gather, strided
-from tests.support.pools import KV, Bytes, buffer_over, copies, noise, staged_layout
+from tests.support.pools import KV, Bytes, adopted, buffer_over, copies, noise, staged_layout
 from tests.support.rig_parts import FiredEvent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs natively here: see tests/gpu")
@@ -186,7 +186,7 @@ def test_memory_on_two_devices_is_refused() -> None:
     pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
     with pytest.raises(RegistrationError, match=r"'cpu'.*'cuda:1'"):
         TRITON.gather(pool, [], Buffer(4096, 4096, "cuda:1"), None)
-    far = PagedPool.adopt(spec, shard(spec), pool.site.groups, pool.site.planes, [_elsewhere(pool)])
+    far = adopted(spec, shard(spec), pool.site.groups, pool.site.planes, [_elsewhere(pool)])
     with pytest.raises(RegistrationError, match="interpreted here: no memory on 'cuda:0'"):
         TRITON.scatter(far, [], Buffer(4096, 4096, "cuda:0"))
     assert isinstance(TRITON, SupportsPreparing)

@@ -13,7 +13,7 @@ from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Site, check_planes, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.memory import Buffer, Layout, PagedPool
-from tests.support.pools import KV, noise
+from tests.support.pools import KV, adopted, noise
 
 SPEC = CacheSpec.kv(1, 2, 4, "float16")
 L0 = LayerId(0)
@@ -62,7 +62,7 @@ def test_a_plane_that_overlaps_itself_is_refused(strides: tuple[int, int, int]) 
     row = row if page != 64 else 12
     planes = [Plane(L0, "k", KV, 0, 0, page, row, unit), Plane(L0, "v", KV, 0, 2048, 64, 16, 8)]
     with pytest.raises(GeometryError, match="overlap"):
-        PagedPool.adopt(SPEC, shard(SPEC), [Group(KV, ROWS, PAGES)], planes, [Buffer(data.ctypes.data, 4096)])
+        adopted(SPEC, shard(SPEC), [Group(KV, ROWS, PAGES)], planes, [Buffer(data.ctypes.data, 4096)])
 
 
 def test_a_tensor_that_overlaps_itself_is_refused() -> None:
@@ -88,10 +88,10 @@ def test_groups_that_share_bytes_are_refused() -> None:
         planes = [k, Plane(L0, "s", GroupId("state"), 0, offset, 64, 16, 8)]
         made = (spec, shard(spec), groups, planes, [Buffer(data.ctypes.data, 4096, owner=data)])
         if apart:
-            PagedPool.adopt(*made)
+            adopted(*made)
         else:
             with pytest.raises(GeometryError, match=r"group 'kv'.*group 'state'.*share bytes"):
-                PagedPool.adopt(*made)
+                adopted(*made)
 
 
 def test_groups_of_other_strides_that_only_interleave_are_accepted() -> None:
@@ -114,10 +114,8 @@ def test_buffers_that_share_memory_are_refused() -> None:
     for begin in (0, 100, 2047):
         buffers = [Buffer(base, 2048, owner=data), Buffer(base + begin, 2048, owner=data)]
         with pytest.raises(GeometryError, match="buffers 0 and 1 share memory"):
-            PagedPool.adopt(SPEC, shard(SPEC), [Group(KV, ROWS, PAGES)], planes, buffers)
-    PagedPool.adopt(
-        SPEC, shard(SPEC), [Group(KV, ROWS, PAGES)], planes, [Buffer(base, 2048), Buffer(base + 2048, 2048)]
-    )
+            adopted(SPEC, shard(SPEC), [Group(KV, ROWS, PAGES)], planes, buffers)
+    adopted(SPEC, shard(SPEC), [Group(KV, ROWS, PAGES)], planes, [Buffer(base, 2048), Buffer(base + 2048, 2048)])
 
 
 def test_a_pool_of_a_million_interleaved_pages_is_looked_at_by_distances() -> None:
@@ -189,7 +187,5 @@ def test_states_in_overlaid_groups_are_refused_by_name() -> None:
     spec = CacheSpec({L0: [Component("k", "float16", 2, 8)], LayerId(1): [state]})
     memory = torch.zeros(2, *_shape("NHD"), dtype=torch.float16)
     tensors = {L0: {"k": memory[0]}, LayerId(1): {"s": memory[1]}}
-    with pytest.raises(UnsupportedError, match=r"groups \['ssm'\] of states cannot be overlaid"):
-        PagedPool.from_tensors(
-            spec, shard(spec), tensors, group=FULL, state_group={LayerId(1): GroupId("ssm")}, overlaid=True
-        )
+    with pytest.raises(UnsupportedError, match=r"groups \['state'\] of states cannot be overlaid"):
+        PagedPool.from_tensors(spec, shard(spec), tensors, group=FULL, overlaid=True)

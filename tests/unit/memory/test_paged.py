@@ -15,7 +15,7 @@ from disagg_kv.errors import CapacityError, ConfigurationError, GeometryError, R
 from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Shard, Site, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.memory import Buffer, Layout, PagedPool, bytes_of
-from tests.support.pools import KV, buffer_over, noise
+from tests.support.pools import KV, adopted, buffer_over, noise
 
 GQA = CacheSpec.kv(2, 4, 8, "bfloat16", v_head_dim=5, v_dtype="float32")
 LAYERS = (LayerId(0), LayerId(1))
@@ -212,23 +212,21 @@ def test_an_engine_s_tensors_may_have_a_page_space_for_each_layer() -> None:
     """With sizes of their own and a null page in each; a layer without a space is refused by name."""
     tensors = {LayerId(0): _tensors()[LayerId(0)], LayerId(1): _tensors(5, 2)[LayerId(1)]}
     for layer in LAYERS:
-        tensors[layer]["ssm"] = torch.zeros(5 + layer, 3, 2, 8)
+        tensors[layer]["ssm"] = torch.zeros(5, 3, 2, 8)
     names = {LayerId(0): GroupId("full"), LayerId(1): GroupId("slide")}
-    states = {LayerId(0): GroupId("a"), LayerId(1): GroupId("b")}
-    pool = PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names, state_group=states, null_page=0)
+    pool = PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names, null_page=0)
     assert set(pool.site.groups) == {
         Group(GroupId("full"), 4, 3, 0),
         Group(GroupId("slide"), 2, 5, 0),
-        Group(GroupId("a"), 3, 5, 0),
-        Group(GroupId("b"), 3, 6, 0),
+        Group(GroupId("state"), 3, 5, 0),
     }
     spaces = {(plane.layer, plane.component): plane.group for plane in pool.site.planes}
-    assert [spaces[LayerId(1), name] for name in ("k", "v", "ssm")] == ["slide", "slide", "b"]
+    assert [spaces[LayerId(1), name] for name in ("k", "v", "ssm")] == ["slide", "slide", "state"]
     del names[LayerId(1)]
     with pytest.raises(GeometryError, match=r"group: layer 1 has no name; those of \[0\] are given"):
-        PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names, state_group=states)
-    with pytest.raises(ConfigurationError, match="state_group: name"):
-        PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, state_group=cast("dict[LayerId, GroupId]", {0: 7}))
+        PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names)
+    with pytest.raises(ConfigurationError, match="group: name"):
+        PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=cast("dict[LayerId, GroupId]", {0: 7}))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -254,10 +252,10 @@ def test_raw_pointers_are_adopted_in_place_and_checked_first() -> None:
     memory = noise(64, 3)
     plane = Plane(LayerId(0), "latent", KV, 0, 3, 16, 8, 8)
     groups = [Group(KV, 2, 3)]
-    pool = PagedPool.adopt(spec, shard(spec), groups, [plane], [buffer_over(memory)])
+    pool = adopted(spec, shard(spec), groups, [plane], [buffer_over(memory)])
     assert np.array_equal(pool.view(0)[2, 1, 0], memory[3 + 40 : 3 + 48])
     with pytest.raises(GeometryError, match="ends at byte 51 of a buffer of 50"):
-        PagedPool.adopt(spec, shard(spec), groups, [plane], [Buffer(memory.ctypes.data, 50)])
+        adopted(spec, shard(spec), groups, [plane], [Buffer(memory.ctypes.data, 50)])
 
 
 def test_buffers_must_be_those_of_the_site_and_on_one_device() -> None:
@@ -269,7 +267,7 @@ def test_buffers_must_be_those_of_the_site_and_on_one_device() -> None:
         PagedPool(site, [Buffer(memory.ctypes.data, 63)])
     two = [buffer_over(memory), Buffer(1 << 20, 64, "cuda:0")]
     with pytest.raises(GeometryError, match=r"\['cpu', 'cuda:0'\]"):
-        PagedPool.adopt(spec, shard(spec), site.groups, [plane], two)
+        adopted(spec, shard(spec), site.groups, [plane], two)
 
 
 def test_memory_of_another_device_is_not_read_by_the_cpu() -> None:
@@ -316,7 +314,7 @@ def test_two_page_spaces_can_share_a_pool() -> None:
         Plane(LayerId(0), "latent", GroupId("a"), 0, 0, 16, 8, 8),
         Plane(LayerId(1), "latent", GroupId("b"), 0, 48, 40, 8, 8),
     ]
-    pool = PagedPool.adopt(spec, shard(spec), groups, planes, [buffer_over(memory)])
+    pool = adopted(spec, shard(spec), groups, planes, [buffer_over(memory)])
     assert [pool.view(i).shape for i in range(2)] == [(3, 2, 1, 8), (2, 5, 1, 8)]
 
 
@@ -327,7 +325,7 @@ def test_pools_over_raw_memory_do_without_torch() -> None:
         "from disagg_kv.memory import PagedPool\n"
         "spec = CacheSpec.mla(1, 4, 'float16')\n"
         "own = PagedPool.allocate(spec, shard(spec), pages=1, page_size=2)\n"
-        "PagedPool.adopt(spec, shard(spec), own.site.groups, own.site.planes, own.buffers).view(0)[...] = 1\n"
+        "PagedPool(own.site, own.buffers).view(0)[...] = 1\n"
         "assert own.view(0).all()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,6 +12,7 @@ from disagg_kv.geometry import CacheSpec, PageTable, Shard, Site, elect, shard, 
 from disagg_kv.planning import PairPlan, Segment, direct_writes, plain_site, slice_writes
 from disagg_kv.planning.descriptors import Tables
 from disagg_kv.strategies import explain
+from disagg_kv.strategies.explain import choose
 
 SPECS = {"kv": CacheSpec.kv(3, 4, 2, "int8", v_head_dim=3), "mla": CacheSpec.mla(3, 4, "float16")}
 
@@ -65,12 +66,12 @@ def test_staging_needs_a_thousand_times_fewer_writes() -> None:
     assert "prefill rank 0 to decode rank 0: layer 0, 'k': 2 units to send" in plan.refused["direct"]
     assert plan.auto.path == "staged"
     assert "staged takes" in plan.auto.reason
-    assert "slice would take" in plan.auto.reason
+    assert "; slice would take 4,194,304; " in plan.auto.reason
     assert "mapped cannot: the transport does not map memory of peers" in plan.auto.reason
 
 
 def test_auto_takes_the_mapped_path_where_the_transport_maps() -> None:
-    """Nothing is staged, and a launch costs less than a gather, a write and a scatter."""
+    """It is the first of ``auto``'s paths that can."""
     spec = CacheSpec.kv(64, 8, 128, "bfloat16")
     ranks = [shard(spec, tp=4, rank=r) for r in range(4)], [shard(spec)]
     plan = explain(spec, *ranks, 8192, (64, 64), maps=True)
@@ -124,3 +125,11 @@ def test_a_plain_pool_has_units_of_several_holdings_in_one_plane() -> None:
     site = plain_site(spec, Shard([*held, *more]), 8, 4)
     site.check()
     assert site.planes[0].row_stride == 3 * 2
+
+
+def test_no_path_at_all_is_an_error_with_the_reasons() -> None:
+    """Nothing is chosen silently."""
+    with pytest.raises(ConfigurationError, match="no path is left: staged cannot: no memory; slice cannot: no pages"):
+        choose({}, 8, {"staged": "no memory", "slice": "no pages"})
+    with pytest.raises(ConfigurationError, match="none was offered"):
+        choose({}, 8, {})

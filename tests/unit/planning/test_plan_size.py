@@ -9,7 +9,7 @@ import numpy as np
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.planning import Intake, Limits, PartView, Segment, StagedLayout, plain_site
+from disagg_kv.planning import Limits, PartView, RankPlan, Segment, StagedLayout, plain_site
 
 SPEC = CacheSpec.kv(64, 8, 128, "bfloat16")
 WRITERS = [shard(SPEC, tp=8, rank=r) for r in range(8)]
@@ -19,9 +19,9 @@ Plan = list[tuple[Segment, StagedLayout]]
 
 
 def _plan(tokens: int, slot_bytes: int) -> Plan:
-    intake = Intake.build(SPEC, WRITERS, TARGET)
-    view = PartView(plain_site(SPEC, WRITERS[2], tokens, 64), intake.parts[2])
-    cut = intake.cut(0, tokens, range(64), Limits(slot_bytes, 1 << 50, 64))
+    rank_plan = RankPlan.build(SPEC, WRITERS, TARGET)
+    view = PartView(plain_site(SPEC, WRITERS[2], tokens, 64), rank_plan.parts[2])
+    cut = rank_plan.cut(0, tokens, range(64), Limits(slot_bytes, 1 << 50, 64))
     return [(segment, view.layout(segment)) for segment in cut]
 
 

@@ -8,7 +8,7 @@ import pytest
 from disagg_kv.errors import GeometryError
 from disagg_kv.geometry import CacheSpec, Holding, Shard, Share, elect, shard
 from disagg_kv.ids import LayerId
-from disagg_kv.planning import Intake, PartView, Segment, intake_of, plain_site
+from disagg_kv.planning import PartView, RankPlan, Segment, plain_site, rank_plan_of
 from disagg_kv.planning.cache import KEPT
 from disagg_kv.planning.staged import part_view
 
@@ -81,7 +81,7 @@ def test_a_pool_that_does_not_have_the_parts_is_refused() -> None:
         PartView(site, [Share("k", (LayerId(0),), range(1, 3))])
 
 
-def test_views_and_intakes_of_equal_values_are_built_once_and_others_are_not_mistaken_for_them() -> None:
+def test_views_and_rank_plans_of_equal_values_are_built_once_and_others_are_not_mistaken_for_them() -> None:
     """What is kept goes by value: equal specs, shards and sites that were made apart find it, one that differs not."""
     one, same, other = (CacheSpec.kv(2, 4, 8, "float16", model=model) for model in (b"kept", b"kept", b"not that one"))
     parts = elect(one, [shard(one)], shard(one))[0]
@@ -89,6 +89,6 @@ def test_views_and_intakes_of_equal_values_are_built_once_and_others_are_not_mis
     assert views[0] is views[1] is not views[2]
     larger = part_view(plain_site(one, shard(one), 32, 4), parts)
     assert larger is not views[0]
-    intakes = [intake_of(s, (shard(s),), shard(s), 0) for s in (one, same, other)]
-    assert intakes[0] is intakes[1] is not intakes[2]
-    assert intakes[0] == Intake.build(one, [shard(one)], shard(one))
+    rank_plans = [rank_plan_of(s, (shard(s),), shard(s), 0) for s in (one, same, other)]
+    assert rank_plans[0] is rank_plans[1] is not rank_plans[2]
+    assert rank_plans[0] == RankPlan.build(one, [shard(one)], shard(one))

@@ -41,7 +41,7 @@ def test_adapters_and_namespaces_share_nothing() -> None:
     assert index.match([1, 2, 3, 4], b"lora").rows == 4
     spec = CacheSpec.kv(2, 2, 8, "float16", model=b"one")
     other = CacheSpec.kv(2, 2, 8, "float16", model=b"two")
-    assert len({namespace_of(spec), namespace_of(other), namespace_of(spec, b"kernels 2")}) == 3
+    assert namespace_of(spec) != namespace_of(other)
 
 
 def test_an_adapter_is_told_from_tokens_that_spell_it() -> None:

@@ -94,20 +94,6 @@ class TestOneRequest:
         queue.release(keys[0])
         assert granted(queue) == ["b"]
 
-    @pytest.mark.parametrize(
-        "fractions",
-        [
-            {"lease_fraction": 0.0},
-            {"lease_fraction": 0.3},
-            {"peer_fraction": 0.1},
-            {"peer_fraction": 1.1},
-            {"lookahead_fraction": 1.5},
-        ],
-    )
-    def test_fractions_that_cannot_work_are_refused(self, fractions: dict[str, float]) -> None:
-        with pytest.raises(ConfigurationError, match=r"fractions of the ring"):
-            GrantQueue(RingStagingAllocator(CAPACITY), **fractions)
-
 
 class TestOrder:
     def test_peers_take_turns_and_each_peers_requests_keep_their_order(self, queue: Queue) -> None:

@@ -37,12 +37,6 @@ class SlotAllocator:
     def live_bytes(self) -> int:
         return self._size * len(self._taken)
 
-    @property
-    def tail(self) -> VirtualOffset:
-        return min(
-            (lease.start for lease in self._taken.values()), default=VirtualOffset(self.granted * self._capacity)
-        )
-
     def reserve(self, nbytes: int) -> Lease | None:
         if nbytes < 1:
             raise ConfigurationError(f"a lease of {nbytes} bytes")

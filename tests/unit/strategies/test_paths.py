@@ -9,7 +9,8 @@ from disagg_kv.errors import LocalProtocolError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.memory import PagedPool
-from disagg_kv.planning import Intake, PairPlan, RowRange, Segment, Writes, direct_count, slice_count
+from disagg_kv.planning import PairPlan, RankPlan, RowRange, Segment, Writes
+from disagg_kv.planning.descriptors import _pages, _slices
 from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner, exposes_pages
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -21,7 +22,7 @@ def job(prefill_tp: int) -> Job:
     shards = [shard(SPEC, tp=prefill_tp, rank=r) for r in range(prefill_tp)]
     source = PagedPool.allocate(SPEC, shards[0], pages=8, page_size=4).site
     target = PagedPool.allocate(SPEC, shard(SPEC), pages=8, page_size=4).site
-    parts = Intake.build(SPEC, shards, target.shard).parts[Rank(0)]
+    parts = RankPlan.build(SPEC, shards, target.shard).parts[Rank(0)]
     tables = {KV: PageTable(KV, np.array([5, 2, 3], np.int32))}
     return Job(PairPlan(source, target, parts), Segment(0, 10, 0, 2), tables, tables)
 
@@ -61,13 +62,13 @@ def test_layers_that_are_alike_count_as_each_of_them_does() -> None:
         PagedPool.allocate(spec, held, pages=8, page_size=4, state_slots=2, layout=layout) for layout in ("NHD", "HND")
     )
     (source, target), rows = (pool.site for pool in pools), RowRange(0, 13)
-    parts = Intake.build(spec, [held], held).parts[Rank(0)]
+    parts = RankPlan.build(spec, [held], held).parts[Rank(0)]
     for segment in (Segment(3, 13, 0, 5), Segment(4, 12, 2, 4), Segment(0, 3, 0, 5, state=True)):
         for site in (source, target):
             pair = PairPlan(source, site, parts, rows)
             given, one = list(pair.runs(segment)), Job(pair, segment)
-            assert SlicePlanner().count(one) == sum(map(slice_count, given)) > 0
-            assert DirectPlanner().count(one) == sum(map(direct_count, given)) > 0
+            for path, writes in ((SlicePlanner(), _slices), (DirectPlanner(), _pages)):
+                assert path.count(one) == sum(writes(run, run.start, run.stop) for run in given) > 0
 
 
 def test_staged_gathers_and_writes_once() -> None:

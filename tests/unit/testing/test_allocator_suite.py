@@ -34,10 +34,6 @@ class FirstFit:
     def live_bytes(self) -> int:
         return sum(self.occupied(lease) for lease in self._live.values())
 
-    @property
-    def tail(self) -> VirtualOffset:
-        return min(self._live.values(), key=lambda lease: lease.start).start if self._live else VirtualOffset(0)
-
     def occupied(self, lease: Lease) -> int:
         """Its bytes, rounded up."""
         return -(-lease.nbytes // self._alignment) * self._alignment
@@ -265,14 +261,6 @@ class HalfOfIt(Trusting):
         return None if nbytes >= LARGEST else super().place(nbytes)
 
 
-class YoungestTail(Trusting):
-    """Its tail is the youngest lease."""
-
-    @property
-    def tail(self) -> VirtualOffset:
-        return max((one.start for one in self._live.values()), default=VirtualOffset(0))
-
-
 class Coarse(Trusting):
     """It says another capacity than it has."""
 
@@ -301,7 +289,6 @@ MUTANTS: list[tuple[type[FirstFit], str, str]] = [
     (WaitsForEver, "more_than_the_buffer_is_refused_with_both_sizes", "answered with None"),
     (AnySize, "a_lease_of_nothing_is_refused", "not with a ConfigurationError"),
     (HalfOfIt, "an_eighth_of_an_empty_buffer_is_one_lease", "no lease of 128 bytes"),
-    (YoungestTail, "the_tail_is_the_oldest_live_lease", "the tail is"),
     (Coarse, "it_says_what_it_was_made_of", "a capacity of 960"),
 ]
 """Each mutant, the test that notices it, and what that says."""

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from ...errors import AbortedError, About, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ...ids import Epoch, Generation, Rank, RoomId, peer_name, room_name
-from ...planning import Batch, Intake, Limits, Segment
+from ...planning import Batch, Limits, RankPlan, Segment
 from ..base import (
     Cancel,
     Finished,
@@ -68,7 +68,7 @@ class FlowPlan:
 
     Args:
         rank: our rank in the prefill instance.
-        intake: what the decode rank gets from each rank of our instance.
+        rank_plan: what the decode rank gets from each rank of our instance.
         start: the first row that it awaits, windows included.
         stop: one past the last, None: where our engine ends.
         exposed: True: its pages are exposed and need no lease.
@@ -80,7 +80,7 @@ class FlowPlan:
     """
 
     rank: Rank
-    intake: Intake
+    rank_plan: RankPlan
     start: int
     stop: int | None
     exposed: bool
@@ -148,9 +148,9 @@ class Flow(Machine[Sending]):
         if start >= stop:
             return
         p = self.plan
-        for run in p.intake.ranges(p.rank):
+        for run in p.rank_plan.ranges(p.rank):
             for layers in [run] if p.groups is None else p.groups(run, start, stop, batch):
-                for segment in p.intake.cut(start, stop, layers, p.limits):
+                for segment in p.rank_plan.cut(start, stop, layers, p.limits):
                     self._plan(segment)
 
     def awaits_no_more(self, stop: int) -> bool:
@@ -165,14 +165,14 @@ class Flow(Machine[Sending]):
         if self._stated:
             return
         self._stated = True
-        for layers in p.intake.ranges(p.rank):
-            for segment in p.intake.cut_states(layers, p.limits):
+        for layers in p.rank_plan.ranges(p.rank):
+            for segment in p.rank_plan.cut_states(layers, p.limits):
                 self._plan(segment)
 
     def _plan(self, segment: Segment) -> None:
         assert self.plan is not None
         if self._placed is None:
-            self.outbound.add(segment, self.plan.intake.part_bytes(segment, self.plan.rank))
+            self.outbound.add(segment, self.plan.rank_plan.part_bytes(segment, self.plan.rank))
 
     def begin(self, transfer: Transfer) -> bool:
         """The transfer queue starts on a Transfer; False: it has become void (an abort, a withdrawal)."""

@@ -14,7 +14,7 @@ from attrs import define, field
 from ...errors import RemoteProtocolError
 from ...geometry import Coverage
 from ...ids import Epoch, Rank
-from ...planning import Intake, RowRange, Segment
+from ...planning import RankPlan, RowRange, Segment
 from ...staging import Lease
 from ..base import Awaited
 from ..wire.frames import Done, Head
@@ -202,14 +202,14 @@ class InboundSegments(dict[Segment, InboundSegment]):
         """Whether all of its rows are in our pages."""
         return self._placed[segment.state].contains(*segment[:4])
 
-    def find(self, segment: Segment, rank: Rank, epoch: Epoch, intake: Intake, rows: range) -> InboundSegment:
+    def find(self, segment: Segment, rank: Rank, epoch: Epoch, rank_plan: RankPlan, rows: range) -> InboundSegment:
         """The segment, added if it is new.
 
         Args:
             segment: the rows and layers.
             rank: the writer that names it.
             epoch: that writer's incarnation.
-            intake: what the room gets from each writer.
+            rank_plan: what the room gets from each writer.
             rows: those that may come; states are not bound by them.
 
         Raises:
@@ -219,7 +219,7 @@ class InboundSegments(dict[Segment, InboundSegment]):
         part = self.get(segment)
         new = part is None
         if part is None:
-            part = self._new(segment, epoch, intake, rows)
+            part = self._new(segment, epoch, rank_plan, rows)
         if rank not in part.writers:
             raise RemoteProtocolError(f"prefill rank {rank} was not elected for any of {segment}")
         if new:
@@ -227,13 +227,13 @@ class InboundSegments(dict[Segment, InboundSegment]):
             self[segment] = part
         return part
 
-    def _new(self, segment: Segment, epoch: Epoch, intake: Intake, rows: range) -> InboundSegment:
+    def _new(self, segment: Segment, epoch: Epoch, rank_plan: RankPlan, rows: range) -> InboundSegment:
         if not segment.state and (segment.start < rows.start or segment.stop > rows.stop):
             raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {rows.start}-{rows.stop}")
-        intake.validate(segment)
+        rank_plan.validate(segment)
         if self._claimed[segment.state].overlaps(*segment[:4]):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
-        offsets, nbytes = intake.lease(segment)
+        offsets, nbytes = rank_plan.lease(segment)
         return InboundSegment(tuple(offsets), offsets, nbytes, epoch)
 
     def place(self, segment: Segment) -> None:
@@ -244,9 +244,9 @@ class InboundSegments(dict[Segment, InboundSegment]):
         self.segments_placed += 1
         self.bytes_placed += sum(nbytes for _, nbytes in part.offsets.values())
 
-    def missing(self, intake: Intake, rows: RowRange) -> Sequence[Segment]:
+    def missing(self, rank_plan: RankPlan, rows: RowRange) -> Sequence[Segment]:
         """Which of these rows are not placed; else which segments are in hand."""
-        needed = intake.needed(rows)
+        needed = rank_plan.needed(rows)
         return [box for box in needed if not self._placed[box.state].contains(*box[:4])] or [*self]
 
     def leased(self, rank: Rank) -> int:

@@ -25,7 +25,7 @@ from math import inf
 
 from ...errors import AbortedError, About, DeadlineError, GeometryError, IntegrityError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
-from ...planning import Intake, RowRange, Segment
+from ...planning import RankPlan, RowRange, Segment
 from ..base import (
     Awaited,
     Cancel,
@@ -95,7 +95,7 @@ class ReceiveRoom(DrainingRoom):
         self._deadline = now + options.total_s
         self._claim_by = inf
         self._awaited: Awaited | None = None
-        self._intake: Intake | None = None
+        self._rank_plan: RankPlan | None = None
         self._floor = 0
         self._pace: WirePace | None = None
         self._flags: tuple[WireFlags, ...] = ()
@@ -120,7 +120,7 @@ class ReceiveRoom(DrainingRoom):
         if self.error is not None:
             return Phase.FAILED
         if self.state is Receiving.OPENED:
-            return Phase.READY if self._intake is not None else Phase.CONNECTING
+            return Phase.READY if self._rank_plan is not None else Phase.CONNECTING
         if self.state is Receiving.CLOSED:
             return Phase.DONE
         return Phase.MOVING if self._claim_by == inf else Phase.WAITING
@@ -145,20 +145,20 @@ class ReceiveRoom(DrainingRoom):
         self._begin()
 
     def _on_introduced(self, event: Introduced) -> None:
-        self._intake = event.intake
+        self._rank_plan = event.rank_plan
         self._pace = event.pace
         self._flags = event.flags
         self._introduce(event)
         self._begin()
 
     def _begin(self) -> None:
-        if self._awaited is None or self._intake is None:
+        if self._awaited is None or self._rank_plan is None:
             return
         self.state = Receiving.MOVING
         self._claim_by = self.now + self._options.claim_s
         a = self._awaited
-        self._intake = self._intake.for_rows(a.rows)
-        self._floor = self._intake.floor(a.start)
+        self._rank_plan = self._rank_plan.for_rows(a.rows)
+        self._floor = self._rank_plan.floor(a.start)
         self.exposed = a.tables is not None
         if not self.exposed or a.verify != "off":
             self._flags = ()
@@ -198,8 +198,8 @@ class ReceiveRoom(DrainingRoom):
 
     def _name_lane(self, w: Writer, lane: str) -> None:
         """A writer names what carries its writes."""
-        assert self._intake is not None
-        parts, writers = self._intake.parts, self.writers.values()
+        assert self._rank_plan is not None
+        parts, writers = self._rank_plan.parts, self.writers.values()
         if w.lane != lane:
             w.lane = lane
             self.lane = "+".join(sorted({one.lane for one in writers if one.lane and parts[one.rank]}))
@@ -242,14 +242,14 @@ class ReceiveRoom(DrainingRoom):
     def _part(self, w: Writer, box: Box) -> InboundSegment | None:
         """The segment in hand, new or not; None: it was answered, or it has failed the room."""
         assert self._awaited is not None
-        assert self._intake is not None
+        assert self._rank_plan is not None
         rows = range(self._floor, self._awaited.most if self._stop is None else self._stop)
         try:
             segment = segment_from_wire(box)
             if segment not in self.inbound and self.inbound.has_placed(segment):
                 self._send_landed(w, segment)
                 return None
-            return self.inbound.find(segment, w.rank, w.epoch, self._intake, rows)
+            return self.inbound.find(segment, w.rank, w.epoch, self._rank_plan, rows)
         except (RemoteProtocolError, GeometryError) as exc:
             self._refuse(w, f"sent a wrong segment: {exc}")
             return None
@@ -363,7 +363,7 @@ class ReceiveRoom(DrainingRoom):
         awaited, and it is known which, nothing waits for ``Done``, unless there are none to come.
         """
         assert self._awaited is not None
-        assert self._intake is not None
+        assert self._rank_plan is not None
         writers = self.writers.values()
         done = all(w.complete for w in writers)
         landed = self.inbound.segments_placed > 0 and not self.inbound
@@ -371,7 +371,7 @@ class ReceiveRoom(DrainingRoom):
         if self.inbound.scattering or not (done or known):
             return
         assert self._stop is not None
-        if missing := self.inbound.missing(self._intake, RowRange(self._awaited.start, self._stop)):
+        if missing := self.inbound.missing(self._rank_plan, RowRange(self._awaited.start, self._stop)):
             if not done:
                 return
             what = f"{'states of ' if missing[0].state else ''}layers {missing[0].layers}"

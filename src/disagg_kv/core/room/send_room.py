@@ -234,7 +234,7 @@ class SendRoom:
         world = "unknown" if self.world is None else self.world
         asked = f"{len(self.flows)} of {world} decode ranks asked for it"
         plans = [f.plan for f in self.flows.values() if f.plan is not None]
-        layers = {LayerId(layer) for p in plans for run in p.intake.ranges(p.rank) for layer in run}
+        layers = {LayerId(layer) for p in plans for run in p.rank_plan.ranges(p.rank) for layer in run}
         missing = self.rows.missing(layers)
         why = [asked, *late, *([missing] if missing else [])]
         return f"{room_name(self.room)}: not complete within {self._options.total_s:g} s: {'; '.join(why)}"

@@ -99,9 +99,6 @@ class WireHolding(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
     layers: Annotated[tuple[LayerRun, ...], Entries]
     start: U
     stop: U
-    ways: U
-    index: U
-    granule: U
 
 
 class WireComponent(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

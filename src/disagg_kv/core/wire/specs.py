@@ -65,12 +65,7 @@ def spec_from_wire(wire: WireSpec) -> CacheSpec:
 
 def shard_to_wire(shard: Shard) -> tuple[WireHolding, ...]:
     """Holding by holding."""
-    return tuple(
-        WireHolding(
-            h.component, layers_to_runs(sorted(h.layers)), h.units.start, h.units.stop, h.ways, h.index, h.granule
-        )
-        for h in shard
-    )
+    return tuple(WireHolding(h.component, layers_to_runs(sorted(h.layers)), h.units.start, h.units.stop) for h in shard)
 
 
 def shards_from_wire(wire: Sequence[Sequence[WireHolding]], spec: CacheSpec) -> tuple[Shard, ...]:
@@ -90,15 +85,7 @@ def shard_from_wire(wire: Sequence[WireHolding], spec: CacheSpec) -> Shard:
     try:
         shard = Shard(
             tuple(
-                Holding(
-                    h.component,
-                    frozenset(map(LayerId, layers)),
-                    range(h.start, h.stop),
-                    h.ways,
-                    h.index,
-                    h.granule,
-                )
-                for h, layers in holdings
+                Holding(h.component, frozenset(map(LayerId, layers)), range(h.start, h.stop)) for h, layers in holdings
             )
         )
         shard.check(spec)

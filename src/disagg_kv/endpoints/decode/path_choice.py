@@ -23,7 +23,7 @@ from ...errors import ConfigurationError, DisaggKVError, OversizeError, Quaranti
 from ...geometry import read_as
 from ...ids import Epoch, Rank
 from ...memory import MemoryPool
-from ...planning import InstancePlans, Intake, Limits, PairPlan, RowRange, Segment
+from ...planning import InstancePlans, Limits, PairPlan, RankPlan, RowRange, Segment
 from ...planning.cache import PlanCache
 from ...staging import GrantQueue
 from ...strategies import TransferPlanner, exposes_pages, in_auto_order, refusal
@@ -97,11 +97,11 @@ class PathChooser:
         found = self._chosen.get(key) if unexposed is None else None
         if found is not None:
             return found
-        intake = plans.intake(rotation)
+        rank_plan = plans.rank_plan(rotation)
         writers = [
             (remote, plans.pair(rotation, Rank(rank), read_as(remote.site, self._me.site.spec), rows))
             for rank, remote in enumerate(remotes)
-            if intake.parts[rank]
+            if rank_plan.parts[rank]
         ]
         common = [p for p in self._me.paths if all((p.name, p.version) in one.hello.paths for one in remotes)]
         asked = len(common) == 1
@@ -110,7 +110,7 @@ class PathChooser:
             why = unexposed if exposes_pages(path) else None
             for remote, pair in writers:
                 unmapped = "" if asked else said[remote.hello.rank]
-                why = why or self._refusal(path, remote, intake, pair, unmapped)
+                why = why or self._refusal(path, remote, rank_plan, pair, unmapped)
             if why is None:
                 refused = "; ".join(f"{name} cannot: {reason}" for name, reason in refusals.items())
                 reason = f"both sides allow only {path.name}" if asked else f"auto takes {path.name}"
@@ -123,7 +123,7 @@ class PathChooser:
         raise ConfigurationError(f"no path is left: {reasons or 'none that both sides know'}")
 
     def _refusal(
-        self, path: TransferPlanner, remote: RemoteEndpoint, intake: Intake, pair: PairPlan, unmapped: str
+        self, path: TransferPlanner, remote: RemoteEndpoint, rank_plan: RankPlan, pair: PairPlan, unmapped: str
     ) -> str | None:
         """Why a path cannot carry what one prefill rank sends; None: it can."""
         rank = Rank(remote.hello.rank)
@@ -132,7 +132,7 @@ class PathChooser:
         try:
             if not exposes_pages(path):
                 limits = Limits(remote.hello.slot_bytes, self._me.lease_bytes, page_rows(self._me.site))
-                intake.segments(rank, 0, 1, limits)
+                rank_plan.segments(rank, 0, 1, limits)
             why = refusal(path, pair)
         except DisaggKVError as exc:
             why = str(exc)

@@ -202,9 +202,9 @@ class DecodeSide:
             first.plans = InstancePlans.of(remotes[0].shards_as(site.spec), site)
         room.plans = first.plans
         pace = next((one.pace for one in room.used if one.pace is not None), None)
-        intake = room.plans.intake(room.plans.rotation(room.key.room))
+        rank_plan = room.plans.rank_plan(room.plans.rotation(room.key.room))
         flags = () if self.flags is None else self.flags.issue(room)
-        self._handle(room, Introduced(writers, intake, pace, flags))
+        self._handle(room, Introduced(writers, rank_plan, pace, flags))
         self._await(room)
 
     def on_answer(self, answer: LookupResult) -> None:

@@ -29,7 +29,7 @@ from ...errors import (
 from ...geometry import CacheSpec, Shard, Site, conversions, difference, shards_as
 from ...ids import Epoch, Rank, RegionId, Role, peer_name
 from ...memory import MappedPool
-from ...planning import intake_of
+from ...planning import rank_plan_of
 from ...strategies import TransferPlanner
 from ...trace import Observer
 from ...transports import Transport
@@ -172,7 +172,7 @@ class EndpointInfo:
         writers, target = (shards, self.site.shard) if decode else (self.shards, shards[hello.rank])
         held, wanted = (spec, self.site.spec) if decode else (self.site.spec, spec)
         try:
-            intake_of(wanted, shards_as(tuple(writers), held, wanted), target, 0)
+            rank_plan_of(wanted, shards_as(tuple(writers), held, wanted), target, 0)
         except ConfigurationError as exc:
             found = f"{len(writers)} of them, and {exc}; give each rank the shards of all (shards=)"
             raise IncompatiblePeerError("shards", "prefill ranks that hold a decode rank's cache", found) from exc

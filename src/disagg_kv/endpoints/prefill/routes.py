@@ -20,13 +20,13 @@ from ...planning import (
     Batch,
     Groups,
     InstancePlans,
-    Intake,
     LayerRun,
     Limits,
     Pace,
     PageCopy,
     PairPlan,
     PartView,
+    RankPlan,
     RowRange,
     Segment,
     StagedLayout,
@@ -68,7 +68,7 @@ class Route:
         pool: ours, as it reads it: where its cache has other dtypes, converted.
         pair: what this rank sends to it.
         view: that in our pool; routes with the same bytes have the same view.
-        intake: what it gets from all ranks.
+        rank_plan: what it gets from all ranks.
         tables: its pages, where they are exposed.
         start: the first row that it awaits.
         verify: how much each side wants compared.
@@ -82,7 +82,7 @@ class Route:
     pool: MemoryPool
     pair: PairPlan
     view: PartView
-    intake: Intake
+    rank_plan: RankPlan
     tables: Tables
     start: int
     verify: tuple[Verify, Verify]
@@ -178,25 +178,25 @@ class Router:
             plans = session.plans = InstancePlans.of(held, remote.site)
         rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
         pool = self._pools.of(remote.spec)
-        intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
+        rank_plan, pair = plans.rank_plan(rotation).for_rows(rows), plans.pair(rotation, me.rank, pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         path = self._path(frame, remote, pair, mapping)
         exposes = exposes_pages(path)
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:
-            limits = cutting(intake, me.rank, Limits(me.slot_bytes, hello.lease_bytes, limits.page_rows), path)
+            limits = cutting(rank_plan, me.rank, Limits(me.slot_bytes, hello.lease_bytes, limits.page_rows), path)
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         mapped = mapping.pool if path.mover == "mapped" else None
         flags, verify = mapping.flags if exposes else None, (self._verify, frame.verify)
         view = pair.source_view
-        route = Route(remote, path, lane, pool, pair, view, intake, tables, frame.start, verify, mapped, flags)
+        route = Route(remote, path, lane, pool, pair, view, rank_plan, tables, frame.start, verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
-        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, intake, on_groups, pace)
+        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, lane, rank_plan, on_groups, pace)
         plan = FlowPlan(
             me.rank,
-            intake,
-            intake.floor(frame.start),
+            rank_plan,
+            rank_plan.floor(frame.start),
             frame.stop,
             exposes,
             limits,
@@ -232,7 +232,7 @@ class Router:
     def _groups(
         self,
         lane: Lane,
-        intake: Intake,
+        rank_plan: RankPlan,
         on_groups: OnGroups,
         pace: Pace | None,
         run: range,
@@ -244,15 +244,15 @@ class Router:
 
         One of them measured it in its last room with this instance. A rank that holds the run alone uses its own pace.
         """
-        if sum(run in intake.ranges(Rank(rank)) for rank in range(len(intake.parts))) == 1:
+        if sum(run in rank_plan.ranges(Rank(rank)) for rank in range(len(rank_plan.parts))) == 1:
             pace = self._pace(lane.name)
-        sizes = [nbytes for _, nbytes in intake.lease(Segment(start, stop, run.start, run.stop))[0].values()]
+        sizes = [nbytes for _, nbytes in rank_plan.lease(Segment(start, stop, run.start, run.stop))[0].values()]
         groups = self._schedule.groups(LayerRun(len(run), stop - start, max(sizes, default=0), batch, pace))
         on_groups(run, groups)
         return groups.cut(run)
 
 
-def cutting(intake: Intake, writer: Rank, limits: Limits, path: TransferPlanner) -> Limits:
+def cutting(rank_plan: RankPlan, writer: Rank, limits: Limits, path: TransferPlanner) -> Limits:
     """What cuts a chunk into segments; nothing, where a path that exposes pages could not stage a row.
 
     All writers of a segment come to the same result, as limits hold for all their parts together.
@@ -261,7 +261,7 @@ def cutting(intake: Intake, writer: Rank, limits: Limits, path: TransferPlanner)
         OversizeError: one row of one layer is more than a slot or a lease.
     """
     try:
-        intake.segments(writer, 0, 1, limits)
+        rank_plan.segments(writer, 0, 1, limits)
     except OversizeError:
         if not exposes_pages(path):
             raise

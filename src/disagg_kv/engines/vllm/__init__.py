@@ -14,7 +14,6 @@ The parts, none of which imports vLLM but the first:
 * ``cache``: vLLM's KV tensors as a pool.
 * ``element_order``: where vLLM's CPU attention stores each element.
 * ``params``: what travels in ``kv_transfer_params``.
-* ``options``: what ``kv_connector_extra_config`` may hold.
 * ``stats``: counters for vLLM's log and metrics.
 """
 

@@ -32,11 +32,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import EndpointBrokenError
 from ..opening import Opened
+from ..options import EngineOptions
 from ..versions import require
 from .element_order import check_order
 from .endpoints import open_worker
 from .host import facts, refuse_layered
-from .options import ConnectorOptions
 from .scheduler import SchedulerSide
 from .stats import COUNTERS
 from .work import RankAddress, StepWork
@@ -47,6 +47,9 @@ log = logging.getLogger("vllm.disagg_kv")
 
 KVConnectorMetadata.register(StepWork)
 KVConnectorHandshakeMetadata.register(RankAddress)
+
+EXTRA_CONFIG = "kv_connector_extra_config"
+"""Where vLLM's user sets the connector's options."""
 
 _T = TypeVar("_T")
 
@@ -99,7 +102,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         _log_through_vllm()
         require("vllm")
         transfer = vllm_config.kv_transfer_config
-        self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
+        self._options = EngineOptions.read(EXTRA_CONFIG, transfer.kv_connector_extra_config)
         on_cpu, common = current_platform.is_cpu(), self._options.common
         self._facts = facts(vllm_config, kv_cache_config, tiles=on_cpu, common=common)
         if self._facts.common is not None:
@@ -126,7 +129,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Full CUDA graphs skip ``save_kv_layer``, by which layers are sent while others are computed."""
-        return ConnectorOptions.of(extra_config).layered
+        return EngineOptions.read(EXTRA_CONFIG, extra_config).layered
 
     # The scheduler.
 

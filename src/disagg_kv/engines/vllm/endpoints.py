@@ -12,15 +12,15 @@ from ...geometry import Shard
 from ...ids import LayerId
 from ...memory import PagedPool
 from ..opening import Opened, open_endpoints, queued_work, selecting
+from ..options import EngineOptions
 from .cache import common_pool_of, pool_of
 from .host import EngineFacts
-from .options import ConnectorOptions
 from .quantized import float8_of
 from .worker import WorkerSide
 
 
 def open_worker(
-    options: ConnectorOptions,
+    options: EngineOptions,
     facts: EngineFacts,
     tensors: Mapping[str, torch.Tensor],
     layers: Mapping[str, Any],

@@ -22,11 +22,11 @@ from disagg_kv.cli.main import run
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines import meeting
 from disagg_kv.engines.opening import CPU_STAGING_BYTES, SLOTS, Opened, decode_name, selecting
+from disagg_kv.engines.options import EngineOptions
 from disagg_kv.engines.shown import Shown
 from disagg_kv.engines.vllm import worker
 from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
-from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.work import Chunk, Load, StepWork
 from disagg_kv.engines.vllm.worker import Results, WorkerSide
@@ -78,7 +78,7 @@ def opened() -> Iterator[Open]:
     def make(name: str, given: dict[str, Any], *, produces: bool = True, consumes: bool = True) -> Instance:
         vllm, cache = configs(Model(), name)
         tensors = {layer_name(n): torch.full((33, 4, 4, 8), -1.0, dtype=torch.float16) for n in range(3)}
-        options = ConnectorOptions.of({"staging_bytes": STAGING, **given})
+        options = EngineOptions.read("kv_connector_extra_config", {"staging_bytes": STAGING, **given})
         side, ends = open_worker(
             options, facts(vllm, cache, tiles=True), tensors, {}, e4m3="float8_e4m3fn",
             rank=0, group=None, produces=produces, consumes=consumes,

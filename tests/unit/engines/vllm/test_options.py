@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from disagg_kv.engines import vllm
-from disagg_kv.engines.vllm.options import ConnectorOptions
+from disagg_kv.engines.options import EngineOptions
 from disagg_kv.engines.vllm.stats import COUNTERS, Counters
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 
 
 def test_the_defaults_work_on_one_host() -> None:
-    options = ConnectorOptions.of({})
-    assert options == ConnectorOptions(
+    options = EngineOptions.read("kv_connector_extra_config", {})
+    assert options == EngineOptions(
         strategy="auto", transport="auto", channel="unix", listen="", rendezvous="", keys="", staging_bytes=None,
         verify="off", silence_s=30.0, metrics="", status_socket=False,
     )  # fmt: skip
@@ -27,7 +27,7 @@ def test_every_option_is_taken() -> None:
         "rendezvous": "etcd://host:1/prod", "keys": "secret,allowed", "staging_bytes": 1 << 20, "verify": "full",
         "silence_s": 5, "description": "common", "metrics": "0.0.0.0:9100", "status_socket": True,
     }  # fmt: skip
-    options = ConnectorOptions.of(given)
+    options = EngineOptions.read("kv_connector_extra_config", given)
     assert {name: getattr(options, name) for name in given} == given
     assert options.layered
     assert options.common
@@ -62,12 +62,12 @@ def test_every_option_is_taken() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        ConnectorOptions.of(given)
+        EngineOptions.read("kv_connector_extra_config", given)
 
 
 def test_an_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match="silence_s"):
-        ConnectorOptions.of({"silence": 3})
+        EngineOptions.read("kv_connector_extra_config", {"silence": 3})
 
 
 def test_the_package_has_one_name() -> None:

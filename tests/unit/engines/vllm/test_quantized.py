@@ -13,11 +13,11 @@ import torch
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, room_id
 from disagg_kv.engines.opening import Opened
+from disagg_kv.engines.options import EngineOptions
 from disagg_kv.engines.scales import checked_scales
 from disagg_kv.engines.vllm.cache import LayerShape, pool_of
 from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
-from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.engines.vllm.quantized import float8_of
 from disagg_kv.errors import ConfigurationError, DisaggKVError, GeometryError, UnsupportedError
 from disagg_kv.geometry import PageTable
@@ -105,7 +105,7 @@ class Instance:
         vllm, of = configs(Model(), name, block=BLOCK, blocks=BLOCKS)
         vllm.cache_config.cache_dtype = layers[0].kv_cache_dtype
         self.tensors = {layer_name(n): cache(dtype) for n in range(LAYERS)}
-        options = ConnectorOptions.of({"staging_bytes": 1 << 16, "verify": "full"})
+        options = EngineOptions.read("kv_connector_extra_config", {"staging_bytes": 1 << 16, "verify": "full"})
         found = facts(vllm, of, tiles=False)
         named = {layer_name(n): layer for n, layer in enumerate(layers)}
         _, self.ends = open_worker(

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import distributed
 
+from disagg_kv.engines.options import EngineOptions
 from disagg_kv.engines.vllm import endpoints
 from disagg_kv.engines.vllm.host import facts
-from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.rendezvous import RequestRendezvous
 from tests.support.vllm_like import Model, configs, layer_name
@@ -26,7 +26,7 @@ def rank(number: int, store: str, wrong: bool, answers: Connection) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
     heads = 3 if wrong and number == 1 else 2
     tensors = {layer_name(n): torch.zeros((33, heads, 4, 8), dtype=torch.float16) for n in range(3)}
-    options = ConnectorOptions(staging_bytes=1 << 16)
+    options = EngineOptions(staging_bytes=1 << 16)
     try:
         _, opened = endpoints.open_worker(
             options, facts(*configs(Model(), "P", tp=2), tiles=True), tensors, {}, e4m3="float8_e4m3fn",

@@ -11,7 +11,7 @@ import pytest
 
 from disagg_kv.core import Options
 from disagg_kv.engines import vllm
-from disagg_kv.engines.vllm.options import ConnectorOptions
+from disagg_kv.engines.options import EngineOptions
 from tests.support import routers
 from tests.support.pages import ROOT, marked
 from tests.support.routers import WITHOUT_IDS, Body, Router
@@ -29,7 +29,7 @@ CLIENT: Mapping[str, Any] = {
 
 def test_the_configuration_of_the_page_is_one() -> None:
     given = json.loads(marked(ROOT / "docs" / "engines" / "routers.md", "servers"))
-    assert ConnectorOptions.of(given["kv_connector_extra_config"]).channel == "zmq"
+    assert EngineOptions.read("kv_connector_extra_config", given["kv_connector_extra_config"]).channel == "zmq"
     assert given["kv_connector_module_path"] == vllm.__name__
     assert given["kv_connector"] == "DisaggKVConnector"
 

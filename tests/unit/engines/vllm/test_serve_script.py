@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from disagg_kv.engines.vllm.options import ConnectorOptions
+from disagg_kv.engines.options import EngineOptions
 from tests.support.pages import ROOT
 
 SERVE = ROOT / "examples" / "vllm" / "serve.sh"
@@ -56,7 +56,7 @@ def started(
     assert seen["args"][0] == "MODEL"
     options = dict(zip(seen["args"][1::2], seen["args"][2::2], strict=True))
     connector = json.loads(options.pop("--kv-transfer-config"))
-    ConnectorOptions.of(connector["kv_connector_extra_config"])
+    EngineOptions.read("kv_connector_extra_config", connector["kv_connector_extra_config"])
     return seen["gpus"], options, connector
 
 

@@ -233,7 +233,7 @@ class Posts:
         if not isinstance(event, Quiet):
             nbytes = 0
             if isinstance(event, Wrote):
-                nbytes = room.routes[to].intake.part_bytes(event.segment, self._loop.me.rank)
+                nbytes = room.routes[to].rank_plan.part_bytes(event.segment, self._loop.me.rank)
             self.throughput.ended((room.key, to, event.segment), nbytes)
         self.outcomes.append(Moved(room, to, event))
 

@@ -17,7 +17,6 @@ Injection = Literal["swap-heads", "negate"]
 Model = Literal["llama", "mla", "hybrid", "mamba", "window"]
 CACHES = ("float32", "bfloat16", "float16")
 """Dtypes of prefill's cache."""
-LOOPBACK = "127.0.0.1"
 Kind = Literal["ready", "prefilled", "released", "arrived", "decoded", "done", "failed"]
 
 
@@ -34,15 +33,9 @@ class DemoConfig:
         decode_tp: tensor-parallel processes of a decode stage.
         decode_pp: pipeline stages of decode.
         strategy: the strategy's name, for example ``"staged"``.
-        transport: a registered transport's name, several joined by ``+``, or ``"auto"``: with a network where a side
-            is at another address than 127.0.0.1.
+        transport: a registered transport's name, several joined by ``+``, or ``"auto"``.
         device: ``"cpu"``, or ``"cuda"``: models and caches are on GPUs, which ranks may share.
         transport_module: a module that registers the transport; it is imported first.
-        prefill_host: the IPv4 address of prefill's processes for decode, and of the caller's store for all. If an
-            address is not 127.0.0.1, control frames are encrypted; the store and the cache itself are not.
-        decode_host: the address of decode's processes for prefill.
-        decode_launch: words before the command of decode's processes, for example ``ip netns exec b``. They may be in
-            another network, but share this machine's files, clock and process ids.
         dtype: dtype of prefill's cache: ``float32``, ``bfloat16`` or ``float16``. The model computes in float32, reads
             its cache in this dtype, and its sums differ little between splits. None: ``bfloat16`` if ``decode_dtype``
             is a float8, else ``float32``.
@@ -78,9 +71,6 @@ class DemoConfig:
     transport: str = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     transport_module: str | None = None
-    prefill_host: str = LOOPBACK
-    decode_host: str = LOOPBACK
-    decode_launch: tuple[str, ...] = ()
     dtype: str | None = None
     decode_dtype: str | None = None
     requests: int = 4
@@ -131,12 +121,8 @@ class DemoConfig:
             raise ConfigurationError(
                 f"turns {self.turns}: the last prompt has {max(self.lengths(self.turns - 1))} tokens"
             )
-        if self.device == "cuda" and (self.prefill_host != LOOPBACK or self.decode_launch or self.inject is not None):
-            raise ConfigurationError("device 'cuda' supports one host, and no inject")
-        if (self.prefill_host == LOOPBACK) != (self.decode_host == LOOPBACK):
-            raise ConfigurationError(
-                f"prefill_host {self.prefill_host!r} and decode_host {self.decode_host!r} cannot reach each other"
-            )
+        if self.device == "cuda" and self.inject is not None:
+            raise ConfigurationError("device 'cuda' supports no inject")
         check_verify(self.verify)
         self._check_dtype()
         if self.inject == "swap-heads" and strategy(self.strategy).path != "staged":
@@ -242,37 +228,24 @@ class DemoConfig:
         of = {"prefill": (self.prefill_tp, self.prefill_pp), "decode": (self.decode_tp, self.decode_pp)}
         return of.get(role, (1, 1))
 
-    @property
-    def launches(self) -> tuple[tuple[tuple[str, ...], frozenset[Role]], ...]:
-        """The roles that are started together, and the words that begin their command."""
-        if not self.decode_launch:
-            return (((), frozenset({"prefill", "decode", "reference"})),)
-        return (((), frozenset({"prefill", "reference"})), (self.decode_launch, frozenset({"decode"})))
-
 
 @frozen
 class Job:
-    """The configuration that the parent gives to processes which start together.
+    """What the parent gives to all processes.
 
     Args:
         config: the demo.
         work: the folder for all files.
         parent: the parent's process id.
-        store_port: port of the parent's ``TCPStore`` on ``config.prefill_host``.
-        roles: the roles of these processes.
-        model: the folder of their copy of the model.
+        store_port: port of the parent's ``TCPStore``.
         gpus: the names of the GPUs in CUDA_VISIBLE_DEVICES.
-        secret: the key pair of all ranks, if they are not all at 127.0.0.1; only the user can read the work folder.
     """
 
     config: DemoConfig
     work: str
     parent: int
     store_port: int
-    roles: frozenset[Role]
-    model: str
     gpus: tuple[str, ...] = ()
-    secret: str | None = None
 
 
 @frozen

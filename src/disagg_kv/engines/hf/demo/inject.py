@@ -53,7 +53,7 @@ def _like(pool: PagedPool) -> PagedPool:
     site = pool.site
     memories = [np.zeros(nbytes, np.uint8) for nbytes in site.buffers]
     buffers = [Buffer(memory.ctypes.data, memory.nbytes, owner=memory) for memory in memories]
-    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, buffers)
+    return PagedPool(site, buffers)
 
 
 def _head(

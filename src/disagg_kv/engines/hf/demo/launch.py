@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from ....memory import spread
 from . import decode, prefill, reference
 from .config import Job, Message, Role
+from .devices import spread
 from .lifetime import GRACE_S, die_with
 from .member import Member
 from .model import save_model
@@ -73,8 +73,6 @@ def supervise(job: Job, events: int) -> bool:
     good = True
     try:
         for role, rank, world in job.config.members:
-            if role not in job.roles:
-                continue
             process = fork.Process(target=run_member, args=(job, role, rank, world, os.getpid(), events), daemon=True)
             live[process] = (role, rank)
             process.start()
@@ -105,5 +103,5 @@ def main(file: str) -> None:
     torch.set_num_threads(1)
     if job.config.transport_module is not None:
         load_module(job.config.transport_module)
-    save_model(job.config, Path(job.model))
+    save_model(job.config, Path(job.work) / "model")
     sys.exit(0 if supervise(job, events) else 1)

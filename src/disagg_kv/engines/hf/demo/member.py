@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ....trace import Recorder, Silent
 from .config import Job, Kind, Message, Role
-from .store import reach
 
 
 class Member:
@@ -40,7 +41,7 @@ class Member:
         self.tp, self.pp = job.config.grid(role)
         self.stage, self.tp_rank = divmod(rank, self.tp)
         self.work = Path(job.work)
-        self.model = Path(job.model)
+        self.model = self.work / "model"
         self.observer = Silent() if job.config.trace is None else Recorder()
         self.device = "cpu" if self.config.device == "cpu" else "cuda:0"
         self._send = send
@@ -52,7 +53,8 @@ class Member:
     @contextmanager
     def group(self) -> Iterator[Store]:
         """Inside, this process is in its stage's tensor-parallel group; yields the parent's store."""
-        store = reach(self.config.prefill_host, self.job.store_port, self.config.timeout_s)
+        timeout = timedelta(seconds=self.config.timeout_s)
+        store = TCPStore("127.0.0.1", self.job.store_port, is_master=False, timeout=timeout)
         torch.set_num_threads(1)
         if self.device != "cpu":
             torch.cuda.set_device(self.device)

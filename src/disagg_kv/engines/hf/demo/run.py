@@ -5,33 +5,31 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import torch
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from .... import errors
-from ....channels import Keys
 from ....errors import ConfigurationError, DeadlineError, IntegrityError, PeerLostError
-from ....memory import spread
 from ....strategies import strategy
 from ....trace import Span, chrome_trace
 from ....transports import between_processes
 from ...versions import require
 from .check import check
-from .config import LOOPBACK, DemoConfig, Job, Message
+from .config import DemoConfig, Job, Message
+from .devices import spread
 from .lifetime import GRACE_S, now
 from .report import Report, assemble
 from .results import Results
-from .store import host
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # ranks share the host's few cores, and float32 sums keep one order
@@ -63,17 +61,12 @@ def run_demo(config: DemoConfig, on_message: Callable[[Message], None] = lambda 
     visible = gpus(config)
     _check_transport(config)
     started = now()
-    store = host()
-    secret = None if config.prefill_host == LOOPBACK else Keys.new().secret
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="disagg-kv-demo-") as folder:
         work = Path(folder)
-        with ExitStack() as running:
-            launchers = []
-            for number, (prefix, roles) in enumerate(config.launches):
-                model = str(work / f"model-{number}")
-                job = Job(config, folder, os.getpid(), store.port, roles, model, visible, secret)
-                launchers.append(running.enter_context(_launched(job, number, prefix)))
-            _listen(config, launchers, work, on_message, started + config.timeout_s)
+        job = Job(config, folder, os.getpid(), store.port, visible)
+        with _launched(job) as launcher:
+            _listen(config, launcher, work, on_message, started + config.timeout_s)
         checking = now()
         results = Results.read(work, config)
         if config.trace is not None:
@@ -115,22 +108,15 @@ def gpus(config: DemoConfig) -> tuple[str, ...]:
 
 
 @contextmanager
-def _launched(job: Job, number: int, prefix: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that starts the job's, in a process group of its own: an interrupt comes to the parent alone.
-
-    Raises:
-        ConfigurationError: there is no such command.
-    """
+def _launched(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that starts all others, in a process group of its own: an interrupt comes to the parent alone."""
     work = Path(job.work)
-    file = work / f"job-{number}.json"
+    file = work / "job.json"
     file.write_bytes(msgspec.json.encode(job))
-    command = [*prefix, sys.executable, "-c", f"from {__package__}.launch import main; main({str(file)!r})"]
-    if shutil.which(command[0]) is None:
-        raise ConfigurationError(f"decode_launch {' '.join(prefix)!r}: there is no command {command[0]!r}")
     with (
-        (work / f"log-{number}").open("wb") as log,
+        (work / "log").open("wb") as log,
         subprocess.Popen(
-            command,
+            [sys.executable, "-c", f"from {__package__}.launch import main; main({str(file)!r})"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -150,7 +136,7 @@ def _launched(job: Job, number: int, prefix: Sequence[str]) -> Iterator[subproce
 
 def _listen(
     config: DemoConfig,
-    launchers: Sequence[subprocess.Popen[bytes]],
+    launcher: subprocess.Popen[bytes],
     work: Path,
     on_message: Callable[[Message], None],
     deadline: float,
@@ -158,9 +144,8 @@ def _listen(
     """Read every message until the last process has ended; raise if one of them failed or the deadline has passed."""
     waiting = {(role, rank) for role, rank, _ in config.members}
     failures: list[Message] = []
-    codes: dict[int, int] = {}
     try:
-        for line in _lines(launchers, codes, deadline):
+        for line in _lines(launcher, deadline):
             one = _MESSAGE.decode(line)
             if one.kind == "failed":
                 failures.append(one)
@@ -171,49 +156,31 @@ def _listen(
     except TimeoutError as exc:
         names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
         raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; not finished: {names}") from exc
-    if failures or any(codes.values()):
-        raise _failure(failures, codes, work)
+    if launcher.wait() or failures:
+        raise _failure(failures, launcher.returncode, work)
 
 
-def _lines(launchers: Sequence[subprocess.Popen[bytes]], codes: dict[int, int], deadline: float) -> Iterator[bytes]:
-    """Lines of their standard outputs until all are closed; a TimeoutError after the deadline.
-
-    If one of them fails, the others are terminated: their ranks would wait for those that have ended.
-
-    Args:
-        launchers: all of them.
-        codes: receives the exit code of each, in the order in which they end.
-        deadline: on the clock of ``now``.
-    """
-    rest = dict.fromkeys(launchers, b"")
+def _lines(launcher: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
+    """Lines of its standard output until that is closed; a TimeoutError after the deadline, on the clock of ``now``."""
+    assert launcher.stdout is not None
+    rest = b""
     with selectors.DefaultSelector() as selector:
-        for launcher in launchers:
-            assert launcher.stdout is not None
-            selector.register(launcher.stdout, selectors.EVENT_READ, launcher)
-        while rest:
-            ready = selector.select(max(deadline - now(), 0.0))
-            if not ready:
+        selector.register(launcher.stdout, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(deadline - now(), 0.0)):
                 raise TimeoutError
-            for key, _ in ready:
-                launcher = key.data
-                data = os.read(key.fd, 1 << 16)
-                *lines, rest[launcher] = (rest[launcher] + data).split(b"\n")
-                yield from lines
-                if not data:
-                    selector.unregister(key.fileobj)
-                    del rest[launcher]
-                    codes[launchers.index(launcher)] = launcher.wait()
-                    if launcher.returncode != 0:
-                        for other in rest:
-                            other.terminate()
+            data = os.read(launcher.stdout.fileno(), 1 << 16)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
 
 
-def _failure(failures: list[Message], codes: Mapping[int, int], work: Path) -> errors.DisaggKVError:
+def _failure(failures: list[Message], code: int, work: Path) -> errors.DisaggKVError:
     """One error for all failures: a killed process first, since others fail because of it, then wrong bytes."""
     if not failures:
-        number = next(number for number, code in codes.items() if code)
-        tail = " | ".join((work / f"log-{number}").read_text(errors="replace").splitlines()[-5:])
-        return PeerLostError(f"demo: its processes could not be run (exit code {codes[number]}): {tail}")
+        tail = " | ".join((work / "log").read_text(errors="replace").splitlines()[-5:])
+        return PeerLostError(f"demo: its processes could not be run (exit code {code}): {tail}")
     first = min(failures, key=lambda one: {"": 0, "IntegrityError": 1}.get(one.error, 2))
     others = sorted({f"{one.role} rank {one.rank}" for one in failures} - {f"{first.role} rank {first.rank}"})
     also = f" (after that also: {', '.join(others)})" if others else ""

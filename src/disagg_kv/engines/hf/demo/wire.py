@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import Store
 
-from ....channels import Keys, ZmqChannel
+from ....channels import ZmqChannel
 from ....core import Options, Phase
 from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
 from ....errors import PeerLostError
@@ -17,8 +17,8 @@ from ....ids import RoomId
 from ....memory import PagedPool
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
-from ....transports import Transport, between_processes
-from .config import LOOPBACK, DemoConfig, Kind
+from ....transports import between_processes
+from .config import DemoConfig, Kind
 from .inject import WrongGather
 from .member import Member, wait_for
 from .pool import make_pool, shards_of
@@ -64,12 +64,12 @@ def prefill(
 ) -> Iterator[tuple[PrefillEndpoint, PagedPool]]:
     """This rank's sender, and its pages; ``wrong`` in place of the right kernels, where something is to go wrong."""
     config = member.config
-    carrier = _carrier(config, config.prefill_host, member.device)
+    carrier = between_processes(config.transport, member.device)
     pool = make_pool(config, member.role, member.rank, config.prefill_page_size, carrier, member.device)
     endpoint = PrefillEndpoint(
         pool,
         transport=carrier,
-        channel=_channel(member, config.prefill_host),
+        channel=ZmqChannel(),
         rendezvous=StoreRendezvous(store),
         instance=SOURCE.instance,
         rank=member.rank,
@@ -92,12 +92,12 @@ def prefill(
 def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, PagedPool]]:
     """This rank's receiver, and its pages."""
     config = member.config
-    carrier = _carrier(config, config.decode_host, member.device)
+    carrier = between_processes(config.transport, member.device)
     pool = make_pool(config, member.role, member.rank, config.decode_page_size, carrier, member.device)
     endpoint = DecodeEndpoint(
         pool,
         transport=carrier,
-        channel=_channel(member, config.decode_host),
+        channel=ZmqChannel(),
         rendezvous=StoreRendezvous(store),
         instance="decode",
         rank=member.rank,
@@ -160,17 +160,6 @@ def released(
 def _check(handle: Handle) -> None:
     if handle.phase is Phase.FAILED:
         raise handle.error or PeerLostError(f"{handle.room.decode()} failed")
-
-
-def _channel(member: Member, host: str) -> ZmqChannel:
-    """A channel that others reach at ``host``: with the demo's key pair, if it leaves the host."""
-    secret = member.job.secret
-    return ZmqChannel(f"tcp://{host}:0", keys=None if secret is None else Keys(secret))
-
-
-def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
-    """The chosen transport, which others reach at ``host``."""
-    return between_processes(config.transport, device, "" if host == LOOPBACK else host)
 
 
 def _moved(handle: Handle) -> Moved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import ConfigurationError
+from ....errors import ConfigurationError
 
 
 def spread(prefill: int, decode: int, gpus: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.engines.hf.demo.devices import spread
 from disagg_kv.errors import ConfigurationError
-from disagg_kv.memory import spread
 
 
 @pytest.mark.parametrize(

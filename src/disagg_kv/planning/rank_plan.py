@@ -1,4 +1,4 @@
-"""What one decode rank gets from the ranks of a prefill instance, and how that is cut into segments.
+"""The transfer plan of a decode rank: what it gets from the ranks of a prefill instance, and how that is cut.
 
 Both sides compute this from the same shards, so that only ranges ever cross the wire, never sizes.
 """
@@ -47,8 +47,8 @@ _Bound = tuple[_Share, int, int, int]
 
 
 @frozen
-class Intake:
-    """The parts that each writer sends to one target, and the sizes of any segment of them.
+class RankPlan:
+    """The transfer plan of a rank: the parts that each writer sends to it, and the sizes of any segment of them.
 
     Build it with :meth:`build`.
 
@@ -70,12 +70,12 @@ class Intake:
     _slides: bool
     room: RowRange = EVERY
     _known: PlanCache[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=PlanCache, eq=False, repr=False)
-    _rooms: PlanCache[RowRange, Intake] = field(init=False, factory=PlanCache, eq=False, repr=False)
+    _rooms: PlanCache[RowRange, RankPlan] = field(init=False, factory=PlanCache, eq=False, repr=False)
     _cuts: PlanCache[_Cut, tuple[Segment, ...]] = field(init=False, factory=PlanCache, eq=False, repr=False)
     _sized: PlanCache[Segment, dict[Rank, int]] = field(init=False, factory=PlanCache, eq=False, repr=False)
 
     @classmethod
-    def build(cls, spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> Intake:
+    def build(cls, spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> RankPlan:
         """Elect writers and prepare the arithmetic.
 
         Args:
@@ -85,7 +85,7 @@ class Intake:
             rotation: which replica takes which piece; any integer.
 
         Raises:
-            GeometryError, UnsupportedError: as :func:`disagg_kv.geometry.elect`.
+            GeometryError: as :func:`disagg_kv.geometry.elect`.
         """
         parts = elect(spec, writers, target, rotation)
         layers = target.layers()
@@ -110,8 +110,8 @@ class Intake:
         kinds = _kinds_of(spec, target, stages)
         return cls(parts, stages, stages_of, tuple(shares), row_bytes, first, kinds, spec.slides())
 
-    def for_rows(self, rows: RowRange) -> Intake:
-        """The same intake for a room of which decode awaits ``rows``; itself where that changes nothing.
+    def for_rows(self, rows: RowRange) -> RankPlan:
+        """The same plan for a room of which decode awaits ``rows``; itself where that changes nothing.
 
         With a sliding window the sizes of a segment depend on where the room ends.
         """
@@ -343,13 +343,13 @@ class Intake:
         return low
 
 
-_intakes: PlanCache[tuple[CacheSpec, tuple[Shard, ...], Shard, int], Intake] = PlanCache()
+_rank_plans: PlanCache[tuple[CacheSpec, tuple[Shard, ...], Shard, int], RankPlan] = PlanCache()
 
 
-def intake_of(spec: CacheSpec, writers: tuple[Shard, ...], target: Shard, rotation: int) -> Intake:
-    """The intake of these values: endpoints of one process that are split alike share it. As :meth:`Intake.build`."""
+def rank_plan_of(spec: CacheSpec, writers: tuple[Shard, ...], target: Shard, rotation: int) -> RankPlan:
+    """The plan of these values: endpoints of one process that are split alike share it. As :meth:`RankPlan.build`."""
     key = spec, writers, target, rotation
-    return _intakes.get(key) or _intakes.keep(key, Intake.build(*key))
+    return _rank_plans.get(key) or _rank_plans.keep(key, RankPlan.build(*key))
 
 
 def _stages(
