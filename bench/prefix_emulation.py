@@ -14,7 +14,7 @@ import msgspec
 from attrs import define, frozen
 
 from disagg_kv.core import Phase
-from disagg_kv.endpoints.decode.rate_limit import RateLimiter
+from disagg_kv.endpoints.decode.scatter import RateLimiter
 from disagg_kv.errors import CapacityError, ConfigurationError
 from disagg_kv.geometry import I32, CacheSpec, item_bytes, shard
 from disagg_kv.planning import Limits, RankPlan, plain_site

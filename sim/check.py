@@ -11,10 +11,11 @@ from disagg_kv.core import Elected, Phase
 from disagg_kv.core.peers.refusals import AGAIN_S
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
-from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.decode.room import DecodeRoom
+from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.endpoints.loop.event_loop import SOON_S
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.endpoints.prepared import PreparedLaunches
 from disagg_kv.errors import (
     AbortedError,
     CapacityError,
@@ -209,7 +210,7 @@ class Checks:
     def _owes(self, entry: Entry, peer: SimNode) -> bool:
         """Whether a decode rank lacks notices of a prefill rank that it has met."""
         room = _room_of(entry)
-        writer = None if room is None else room.machine.inspect().writers.get(peer.epoch)
+        writer = None if room is None else room.machine.writers.get(peer.epoch)
         return writer is not None and not writer.complete
 
     def _noticed_one(self, entry: Entry, peer: SimNode) -> None:
@@ -273,7 +274,7 @@ class Checks:
     def released(self, node: SimNode) -> None:
         """Coverage: by which evidence leases came back since the last look, and pages that a peer could write to."""
         view = node.view
-        if not isinstance(view, DecodeInspection):
+        if not isinstance(view, DecodeSide):
             return
         granted = view.queue.leases
         if not granted and not node.leased:
@@ -288,7 +289,7 @@ class Checks:
             if machine.error is None:
                 self._world.mark("release:landed")
                 continue
-            writers = machine.inspect().writers.values()
+            writers = machine.writers.values()
             if any(w.drained for w in writers):
                 self._world.mark("release:drained")
             if any(w.gone for w in writers):
@@ -383,11 +384,9 @@ class Checks:
         self.released(node)
         check_holders(self._world, node)
         view = node.view
-        launches = (
-            view.scatters.prepared
-            if isinstance(view, DecodeInspection)
-            else view.transfers.staged.prepared.gathers.ready
-        )
+        prepared = view.scatters.prepared if isinstance(view, DecodeSide) else view.transfers.staged.prepared
+        assert prepared is not None
+        launches = prepared.ready if isinstance(prepared, PreparedLaunches) else prepared.gathers.ready
         if len(node.prepared) != len(launches):
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {len(launches)} are known")
         if "links.dropped" in node.counters.of:
@@ -459,19 +458,20 @@ class Checks:
                 "votes": not undelivered and verdict.next_at() is not None,
                 "commands": len(view.loop.commands),
             }
-            if isinstance(view, DecodeInspection):
+            if isinstance(view, DecodeSide):
                 left |= {
                     "leases": node.ring.live_bytes,
                     "quarantine": view.queue.quarantined_bytes(),
                     "waiting": view.queue.waiting,
-                    "scatters": len(view.scatters.running) + len(view.scatters.waiting),
-                    "prepared": len(node.prepared) + len(view.scatters.unprepared),
+                    "scatters": len(view.scatters.running) + len(view.scatters.waiting) + len(view.scatters.barred),
+                    "prepared": len(node.prepared) + len(view.scatters.prepared.waiting),
                 }
             else:
                 transfers = view.transfers
+                assert transfers.staged.prepared is not None
                 gathers, mapped = transfers.staged.prepared.gathers, transfers.mapped
                 left |= {
-                    "slots": transfers.staged.slots.held,
+                    "slots": transfers.staged.slots.in_use,
                     "transfers": sum(len(one.lines.of) for one in (transfers.staged, transfers.direct, mapped)),
                     "posts": len(transfers.posts.tickets),
                     "gathers": len(transfers.staged.gathering),
@@ -515,7 +515,7 @@ def _out_of_time(error: DisaggKVError | None) -> bool:
 def _room_of(entry: Entry) -> DecodeRoom | None:
     """What a decode rank knows of a room; None: it has forgotten it, or is no decode rank."""
     view = entry.node.view
-    if not isinstance(view, DecodeInspection):
+    if not isinstance(view, DecodeSide):
         return None
     return next((room for room in view.rooms.values() if room.handle is entry.handle), None)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from disagg_kv.endpoints.decode.inspection import DecodeInspection
-from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.endpoints.decode.rooms import DecodeSide
+from disagg_kv.endpoints.prefill.rooms import PrefillSide
 from disagg_kv.errors import UnknownNameError
 from disagg_kv.ids import Epoch, RoomId
 
@@ -26,7 +26,7 @@ Piece = tuple[Epoch, RoomId, int, int, int]
 def check_holders(world: Cluster, node: SimNode) -> None:
     """``peers()`` names exactly the memory that waits for evidence about each peer."""
     view = node.view
-    pieces = list(_decode(node, view) if isinstance(view, DecodeInspection) else _prefill(view))
+    pieces = list(_decode(node, view) if isinstance(view, DecodeSide) else _prefill(view))
     if not pieces and not view.loop.sessions.holding:
         return
     found = {peer.epoch: peer for peer in node.endpoint.peers()}
@@ -57,7 +57,7 @@ def _named(world: Cluster, node: SimNode, epoch: Epoch) -> None:
 
 def _reached(world: Cluster, node: SimNode, named: set[Epoch]) -> None:
     """Every process that still writes into a lease in quarantine is named."""
-    if not isinstance(node.view, DecodeInspection):
+    if not isinstance(node.view, DecodeSide):
         return
     stuck = [one.lease for one in node.view.queue.leases.values() if one.quarantined]
     for op in world.dma.live:
@@ -67,11 +67,11 @@ def _reached(world: Cluster, node: SimNode, named: set[Epoch]) -> None:
             world.violation("I5", f"{node.address}: {source.address} writes to a lease in quarantine, and is not named")
 
 
-def _decode(node: SimNode, view: DecodeInspection) -> Iterator[Piece]:
+def _decode(node: SimNode, view: DecodeSide) -> Iterator[Piece]:
     for key, room in view.rooms.items():
         if room.machine.error is None:
             continue
-        inside = room.machine.inspect()
+        inside = room.machine
         pages = 0
         if inside.exposed and room.wanted is not None:
             pages = sum(map(node.memory.table_bytes, room.wanted.tables.values()))
@@ -81,11 +81,11 @@ def _decode(node: SimNode, view: DecodeInspection) -> Iterator[Piece]:
             if inside.exposed and writer.done is None:
                 yield writer.epoch, key.room, 0, pages, 0
             for (of, segment), granted in view.queue.leases.items():
-                if of == key and writer.rank in (part := inside.parts[segment]).asked - part.arrived:
+                if of == key and writer.rank in (part := inside.inbound[segment]).asked - part.arrived:
                     yield writer.epoch, key.room, granted.lease.nbytes, 0, 0
 
 
-def _prefill(view: PrefillInspection) -> Iterator[Piece]:
+def _prefill(view: PrefillSide) -> Iterator[Piece]:
     transfers = view.transfers
     failed = {key for key, room in view.rooms.items() if room.machine.error is not None}
     for slot in transfers.staged.slots:

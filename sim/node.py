@@ -11,11 +11,11 @@ from disagg_kv.core import Alone, Elected, Flow, RoomKey
 from disagg_kv.core.room.receive_room import ReceiveRoom
 from disagg_kv.endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
-from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.endpoints.loop.failures import Broken
 from disagg_kv.endpoints.peers.background import Background
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.endpoints.prefill.rooms import PrefillSide
 from disagg_kv.errors import DisaggKVError, PeerLostError, TransportError
 from disagg_kv.trace import Observer, Span
 from disagg_kv.transports.process import Process
@@ -68,7 +68,7 @@ class SimNode(SimProcess):
     """One process: the world steps it, and it may stand still, jump in time, or end."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
-    view: PrefillInspection | DecodeInspection
+    view: PrefillSide | DecodeSide
     _unprepared: Sequence[Sized]
     prefixes: Prefixes | None = None
 
@@ -117,7 +117,7 @@ class SimNode(SimProcess):
                 observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.view = decode, decode.inspect()
-            self._unprepared = (self.view.scatters.unprepared,)
+            self._unprepared = (self.view.scatters.prepared.waiting,)
         else:
             prefill = PrefillEndpoint(
                 self.memory.pool, transport=self.transport.several, channel=self.channel,
@@ -130,8 +130,10 @@ class SimNode(SimProcess):
             )  # fmt: skip
             self.endpoint, self.view = prefill, prefill.inspect()
             transfers = self.view.transfers
+            prepared = transfers.staged.prepared
+            assert prepared is not None
             lines = transfers.staged.lines.of, transfers.direct.lines.of, transfers.mapped.lines.of
-            self._unprepared = (*lines, transfers.staged.prepared.gathers.waiting)
+            self._unprepared = (*lines, prepared.gathers.waiting)
         self._draws = random.Random(f"drives {world.scenario.seed} {self.address} {self.life}")
         self._drives = self._draws.choice(DRIVES)
         self._polls = False
@@ -171,7 +173,7 @@ class SimNode(SimProcess):
     @property
     def exposes(self) -> bool:
         """Whether prefill may write straight to its pages."""
-        return isinstance(self.view, DecodeInspection) and self.view.exposes
+        return isinstance(self.view, DecodeSide) and self.view.exposes
 
     @property
     def broken(self) -> bool:
@@ -191,7 +193,7 @@ class SimNode(SimProcess):
     @property
     def backlog(self) -> tuple[int, int]:
         """How many commands and frames wait that did not fit into the last step."""
-        return len(self.view.loop.commands), len(self.view.loop.frames)
+        return len(self.view.loop.commands), len(self.view.loop.received.left)
 
     def step(self) -> None:
         """One step. However much waits for the process, it gets to its heartbeats and deadlines (I4)."""
@@ -214,7 +216,7 @@ class SimNode(SimProcess):
     def machines(self) -> Sequence[ReceiveRoom | Flow]:
         """What drives its rooms: one machine per room of decode, one per room and decode rank of prefill."""
         view = self.view
-        if isinstance(view, DecodeInspection):
+        if isinstance(view, DecodeSide):
             return [room.machine for room in view.rooms.values()]
         return [flow for room in view.flows.values() for flow in room.machine.flows.values()]
 

@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 from disagg_kv.core import Phase
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.endpoints.prefill.rooms import PrefillSide
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import Epoch, Generation, LayerId, room_name
@@ -71,7 +71,7 @@ class Entry:
     def askers(self) -> frozenset[tuple[Epoch, Generation]]:
         """The decode ranks whose expectations a prefill rank has, and the generations that those have there."""
         view = self.node.view
-        rooms = view.rooms.values() if isinstance(view, PrefillInspection) else ()
+        rooms = view.rooms.values() if isinstance(view, PrefillSide) else ()
         flows = [flow for room in rooms if room.handle is self.handle for flow in room.machine.flows.values()]
         return frozenset((flow.peer, flow.generation) for flow in flows)
 

@@ -32,8 +32,8 @@ from disagg_kv.core.wire.frames import (
     RoomFrame,
     StagingRequest,
 )
-from disagg_kv.endpoints.decode.inspection import DecodeInspection
-from disagg_kv.endpoints.prefill.inspection import PrefillInspection
+from disagg_kv.endpoints.decode.rooms import DecodeSide
+from disagg_kv.endpoints.prefill.rooms import PrefillSide
 from disagg_kv.ids import Epoch, RoomId
 
 from .cluster import Cluster
@@ -182,19 +182,19 @@ class StrayFrames:
         """Whether a peer's flow has nothing more to move: it then ignores all frames about segments."""
         view = self._world.lives[epoch].view
         key = (RoomId(head["room"]), node.epoch, head["generation"])
-        one = view.flows.get(key) if isinstance(view, PrefillInspection) else None
+        one = view.flows.get(key) if isinstance(view, PrefillSide) else None
         flow = None if one is None else one.machine.flows.get(node.epoch)
         return flow is not None and flow.state is Sending.FINISHED
 
     def pairs(self, node: SimNode) -> Sequence[tuple[ReceiveRoom | Flow, Epoch, Head]]:
         """Machines with a peer that is there, and could write to them."""
         view, me, peers = node.view, node.epoch, node.view.loop.peers
-        if not (view.rooms if isinstance(view, DecodeInspection) else view.flows):
+        if not (view.rooms if isinstance(view, DecodeSide) else view.flows):
             return ()
         alive = {other.epoch for other in self._world.places.values() if not other.paused}
         known = [p.epoch for p in peers.all() if p.remote and p.epoch in alive and peers.at(p.hello.address) == p.epoch]
         pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
-        if isinstance(view, DecodeInspection):
+        if isinstance(view, DecodeSide):
             for key, room in view.rooms.items():
                 pairs += [
                     (room.machine, w, room_head(w, me, key.room, key.generation))

@@ -98,7 +98,7 @@ class TargetedFaults:
 def _brief(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
     """Also: one of several writers has nothing more to do, and may end without harm if its notices have come."""
     if machine.state is Receiving.MOVING and isinstance(machine, ReceiveRoom):
-        return machine.inspect().writers[peer].done is not None
+        return machine.writers[peer].done is not None
     return machine.state in BRIEF
 
 
@@ -111,5 +111,5 @@ def _notices_missing(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
     """A writer is done, but notices of it are lost or late: the room still needs it. Such are preferred."""
     if machine.state is not Receiving.MOVING or not isinstance(machine, ReceiveRoom):
         return False
-    writer = machine.inspect().writers[peer]
+    writer = machine.writers[peer]
     return writer.done is not None and not writer.complete

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from disagg_kv.core import Receiving
-from disagg_kv.endpoints.decode.inspection import DecodeInspection
 from disagg_kv.endpoints.decode.room import DecodeRoom
+from disagg_kv.endpoints.decode.rooms import DecodeSide
 
 from .aimed_faults import FROZEN_S, AimedFaults
 from .fault import FaultClass
@@ -28,7 +28,7 @@ class VoteFaults(AimedFaults):
     def strike(self, node: SimNode) -> None:
         """A process has made a step: a fault may happen before its next one."""
         world, view = self._world, node.view
-        if not isinstance(view, DecodeInspection) or world.calm or not world.faulty:
+        if not isinstance(view, DecodeSide) or world.calm or not world.faulty:
             return
         if not self._left or node.failing or node.rank == 0:
             return

@@ -16,7 +16,7 @@ from attrs import define
 from disagg_kv import arguments
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception
-from disagg_kv.endpoints.decode.inspection import DecodeInspection
+from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import Epoch, Peer, RoomId
 from disagg_kv.rendezvous import Source
@@ -268,7 +268,7 @@ class Fleet:
         """Count what is withheld from peers that are not faulty, once a second for as long as there is traffic."""
         for rank in self._ranks["decode"]:
             view = rank.endpoint.inspect()
-            if rank.alive and self._sound(rank.address) and isinstance(view, DecodeInspection):
+            if rank.alive and self._sound(rank.address) and isinstance(view, DecodeSide):
                 suspended = view.queue.suspended
                 self.withheld += sum(self._sound(self._addresses[epoch]) for epoch in suspended)
         if self.now < self._sample_until:

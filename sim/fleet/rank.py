@@ -157,7 +157,7 @@ class FleetRank:
                 self.endpoint.driver.step()
                 self.steps += 1
                 loop = self._view.loop
-                if not (self.channel.inbox or self.transport.busy or len(loop.commands) or len(loop.frames)):
+                if not (self.channel.inbox or self.transport.busy or len(loop.commands) or len(loop.received.left)):
                     break
             else:
                 raise AssertionError(f"{self.instance}: {STEPS} steps, in which no time passes")

@@ -49,7 +49,7 @@ def _polls_alone() -> None:
 
 BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
     (Mutant("a call wakes no thread for what it leaves",
-            DRIVER + "_plan", "self._wake()", "pass"), _stops_polling),
+            DRIVER + "_plan", "loop.channel.wake()", "pass"), _stops_polling),
     (Mutant("a command is left lying",
             DRIVER + "post", "self.drive(PATIENCE_S)", "pass"), _stops_polling),
     (Mutant("the thread stays away although no engine drives",
@@ -94,7 +94,7 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             "engines.sglang.options:SGLangOptions.names", '"staged" if chosen.path == AUTO else chosen.path',
             "chosen.path"), partial(sglang_options.no_pages_are_exposed, "auto")),
     (Mutant("pages are exposed although a rank has not said that it mapped them",
-            "endpoints.decode.expecting:PendingExpectations._choose", "UNSAID if", "\"\" if"),
+            "endpoints.decode.path_choice:PendingExpectations._choose", "UNSAID if", "\"\" if"),
      partial(choice.test_auto_copies_into_mapped_pages_once_prefill_has_said_that_it_mapped_them, choice.SPEC)),
     (Mutant("what a lost rank has said is kept", "endpoints.peers.session:PeerSession.depart",
             "self.remote = self.unmapped = None", "self.remote = None"),

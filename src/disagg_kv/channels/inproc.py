@@ -81,7 +81,8 @@ class InprocChannel:
             if other is None or other._frames >= self._hub.high_water:
                 return False
             other._frames += 1
-            other._put(Arrived(bytes(frame)))
+            other._inbox.append(Arrived(bytes(frame)))
+            other.wake()
             return True
 
     def poll(self) -> Sequence[News]:

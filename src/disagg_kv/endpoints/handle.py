@@ -20,6 +20,10 @@ from .status import Report
 H = TypeVar("H", bound="RoomHandle")
 
 
+ENDED = Phase.DONE, Phase.FAILED
+"""The phases after which a room may be released."""
+
+
 def room_state(room: RoomId, phase: Phase, released: bool) -> str:
     """A room at one moment, for a ``repr``."""
     return f"{room_name(room)}: {phase.name}{', released' if released else ''}"
@@ -30,13 +34,15 @@ class RoomHandle:
 
     Attributes:
         room: its id.
+        state: ``phase`` and ``released`` of one moment.
         error: why it failed.
         report: what it cost so far.
     """
 
     def __init__(self, room: RoomId) -> None:
         self.room = room
-        self._state = (Phase.CONNECTING, False)
+        self._name = room_name(room)
+        self.state = (Phase.CONNECTING, False)
         self._published: tuple[Phase, bool] | None = None
         self._shown: tuple[Phase, bool] | None = None  # what ``poll`` returned it with; None: not by the last call
         self.listed = False  # whether ``Changes`` has an entry for it
@@ -56,24 +62,15 @@ class RoomHandle:
         """True: its pages are neither read nor written any more."""
         return (self._shown or self.state)[1]
 
-    @property
-    def state(self) -> tuple[Phase, bool]:
-        """``phase`` and ``released`` of one moment."""
-        return self._state
-
     def break_down(self, error: DisaggKVError) -> bool:
         """Endpoint's thread, as it ends: a room that has not ended fails now, and is never released; False: it has."""
-        phase, released = self._state
+        phase, released = self.state
         self.show_live()  # ``poll`` returns nothing any more
-        if phase in (Phase.DONE, Phase.FAILED):
+        if phase in ENDED:
             return False
         self.error = error.about(room=self.room)
-        self._state = (Phase.FAILED, released)
+        self.state = (Phase.FAILED, released)
         return True
-
-    def shows(self, phase: Phase, released: bool) -> bool:
-        """Whether there is nothing new to publish."""
-        return self._state == (phase, released)
 
     def news(self, state: tuple[Phase, bool]) -> bool:
         """Engine's thread: whether ``poll`` has not reported this state."""
@@ -87,13 +84,13 @@ class RoomHandle:
         """Show the present state again: another ``poll`` begins, or none will."""
         self._shown = None
 
-    def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> None:
+    def publish(self, state: tuple[Phase, bool], error: DisaggKVError | None, at: float) -> None:
         """Endpoint's thread: take over the machine's state."""
-        if phase in (Phase.DONE, Phase.FAILED) and self.report.ended is None:
+        if state[0] in ENDED and self.report.ended is None:
             self.report.ended = at
         # The error is there before the state that makes the engine look at it.
         self.error = self.error or error
-        self._state = (phase, released)
+        self.state = state
 
 
 class ChangeQueue(Generic[H]):
@@ -229,7 +226,7 @@ def page_tables(room: RoomId, name: str, given: Sequence[PageTable]) -> tuple[Pa
     Raises:
         GeometryError: a single table, an array, a tensor, a list of page ids, or another type.
     """
-    if type(given) in (list, tuple) and all(type(one) is PageTable for one in given):
+    if type(given) in (list, tuple) and {PageTable}.issuperset(map(type, given)):
         return tuple(given)
     return arguments.several(given, f"{room_name(room)}: {name}", PageTable, GeometryError)
 
@@ -281,6 +278,8 @@ def check_states(room: RoomId, site: Site, slots: Sequence[PageTable]) -> Mappin
     Raises:
         GeometryError: a group twice, missing or not of states, or not one slot of it; names the room.
     """
+    if type(slots) is tuple and not slots and not site.state_groups:
+        return {}
     given = page_tables(room, "state", slots)
     tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
     where = room_name(room)

@@ -17,7 +17,7 @@ from ..ids import Peer, RegionId
 
 T = TypeVar("T")
 
-VERSION = 3
+VERSION = 1
 """Version of the encoding, also of what transports put into a ``blob``; a descriptor of another one is refused."""
 
 _MAGIC = b"disagg_kv.transport"

@@ -142,7 +142,7 @@ def _answered(room: decode.Room, effects: list[Effect]) -> None:
         if isinstance(effect, Reserve):
             room.say(Leased(effect.segment, LEASE))
     inbound = room.machine.inbound
-    for segment in inbound:
+    for segment in list(inbound):
         if inbound[segment].scattering:
             room.say(Scattered(segment))
 

@@ -19,13 +19,14 @@ from disagg_kv.core import (
     WriteFailed,
     Wrote,
 )
+from disagg_kv.core.room.outbound import SegmentStep
 from disagg_kv.core.wire.frames import MAX_AUX, Abort, ChunkReady, Done, Drained, Landed
-from disagg_kv.errors import AbortedError, DeadlineError, PeerLostError, RemoteProtocolError
+from disagg_kv.errors import AbortedError, DeadlineError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.planning import Segment
 from tests.support import receive_room as decode
 from tests.support import send_room as prefill
 from tests.support.receive_room import LEASE, OTHER_LEASE, P, chunk, done, failed, phase_of, released, request, state_of
-from tests.support.send_room import RETRY, A, B, D, frames, grant, landed, only, plan, sent, state, transfers
+from tests.support.send_room import FINAL, RETRY, A, B, D, frames, grant, landed, only, plan, sent, state, transfers
 
 # Prefill.
 
@@ -116,6 +117,30 @@ def test_complete_proves_that_all_has_landed_whose_landed_was_lost(before: int) 
     assert room.machine.tick(9.0) == []
     assert room.say(landed(A), landed(B)) == []
     assert counted(room) == 2
+
+
+@pytest.mark.parametrize("error", [RETRY, FINAL], ids=["retryable", "final"])
+def test_a_write_that_fails_after_complete_is_not_tried_again(error: TransportError) -> None:
+    """Decode knew from flags that it has all rows: its pages are another room's, and no write to them may begin."""
+    room = prefill.Room(chunks=1)
+    room.expect(given=plan(exposed=True))
+    assert room.begin(A, lease=None)
+    assert room.complete() == []
+    effects = room.say(WriteFailed(A, error, True))
+    assert transfers(effects) == []
+    assert not room.begin(A, lease=None)
+    assert room.machine.phase is Phase.FAILED
+
+
+def test_no_write_begins_after_complete() -> None:
+    """Whatever orders it: the flow alone says whether a transfer may begin."""
+    room = prefill.Room(chunks=1)
+    room.expect(given=plan(exposed=True))
+    flow = room.machine.flows[D[0]]
+    assert room.begin(A, lease=None)
+    room.complete()
+    flow.outbound.move(flow.outbound[A], SegmentStep.GRANTED)
+    assert not room.begin(A, lease=None)
 
 
 def test_pages_that_are_taken_away_after_done_change_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg_kv.core import Options, RoomOutcome, Send, Tombstones
-from disagg_kv.core.repeater import Repeater
+from disagg_kv.core.timers import Repeater
 from disagg_kv.core.tombstones import BLOCK, GENERATIONS
 from disagg_kv.core.wire.frames import Heartbeat
 from disagg_kv.ids import Epoch, Generation

@@ -80,7 +80,7 @@ def test_a_room_begins_when_wishes_and_writers_are_known_in_any_order(order: int
     assert phase_of(room) is Phase.MOVING
     room.say(expected(1, parked=True))
     assert phase_of(room) is Phase.MOVING, "a late frame changes nothing"
-    assert room.machine.writers == (P[0], P[1])
+    assert tuple(room.machine.writers) == (P[0], P[1])
 
 
 def test_staging_memory_is_refused_where_pages_are_exposed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,15 +10,11 @@ import pytest
 from disagg_kv.core import Phase
 from disagg_kv.endpoints import Expectation, Fail, RecoveringReceiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
-from disagg_kv.endpoints.loop.failures import Failures
-from disagg_kv.endpoints.loop.turn import Admission
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, LayerId, RoomId
 from disagg_kv.rendezvous import Source
-from disagg_kv.trace import Silent
-from disagg_kv.transports import Home
 from tests.support.rig import KV, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
@@ -114,25 +109,24 @@ def test_calls_after_close_are_refused_or_harmless() -> None:
                 call()
 
 
-def admission_of() -> tuple[Admission, Failures]:
-    """Of an endpoint of this process that has met no error."""
-    failures = Failures("of a test", Silent(), time.monotonic, lambda error: None)
-    return Admission(Home("the endpoint"), failures), failures
-
-
 def test_a_broken_endpoint_says_why() -> None:
     """What broke it is what every later call raises, also after it is closed."""
-    why = EndpointBrokenError("the endpoint failed: the wire is gone")
-    admission, failures = admission_of()
-    failures.broken = why
-    admission.end()
-    admission.end()
-    with pytest.raises(EndpointBrokenError, match="the wire is gone"), admission.enter("room"):
-        raise AssertionError("entered")
+    rig = _rig()
+    driver = rig.prefills[0].endpoint.driver
+    driver.loop.failures.broken = EndpointBrokenError("the endpoint failed: the wire is gone")
+    for _ in range(2):
+        driver.close(0.0)
+    with pytest.raises(EndpointBrokenError, match="the wire is gone"):
+        driver.check("room")
+    rig.decodes[0].endpoint.close(0.0)
 
 
 def test_a_call_that_queues_something_too_late_is_refused() -> None:
     """Its command may come after those that close the endpoint."""
-    admission, _ = admission_of()
-    with pytest.raises(LocalProtocolError, match="a call: the endpoint is closed"), admission.enter("a call"):
-        admission.end()
+    rig = _rig()
+    driver = rig.prefills[0].endpoint.driver
+    driver.check("a call")
+    driver.close(0.0)
+    with pytest.raises(LocalProtocolError, match="a call: the endpoint is closed"):
+        driver.post(lambda: None, "a call")
+    rig.decodes[0].endpoint.close(0.0)

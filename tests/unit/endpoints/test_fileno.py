@@ -128,7 +128,7 @@ def test_nothing_is_opened_until_it_is_asked_for_and_it_ends_with_the_queue() ->
     before = len(eventfds())
     changes: ChangeQueue[RoomHandle] = ChangeQueue()
     handle = RoomHandle(RoomId(b"a"))
-    handle.publish(Phase.FAILED, True, AbortedError("no"), 1.0)
+    handle.publish((Phase.FAILED, True), AbortedError("no"), 1.0)
     changes.add(handle)
     changes.take()
     assert len(eventfds()) == before

@@ -267,7 +267,7 @@ def test_a_handler_may_poll_wherever_it_interrupts_a_poll() -> None:
         handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(5)]
         told: list[RoomHandle] = []
         for handle in handles:
-            handle.publish(Phase.DONE, True, None, 1.0)
+            handle.publish((Phase.DONE, True), None, 1.0)
             changes.add(handle)
 
         def poll(changes: ChangeQueue[RoomHandle] = changes, told: list[RoomHandle] = told) -> None:

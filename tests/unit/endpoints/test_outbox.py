@@ -196,7 +196,7 @@ def test_what_ended_a_short_wait_is_heard_before_anything_else_is_done(monkeypat
 def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames come together; the GPU has something to do while the later ones are read."""
     rig, (prefill, _), request = world(Noting, Fast)
-    kernels = rig.decodes[0].endpoint._side._scatters._kernels
+    kernels = rig.decodes[0].endpoint._side.scatters._kernels
     assert isinstance(kernels, PreparingKernels)
     event = FiredEvent()
     request.send(16, ready=event).finish()

@@ -115,8 +115,8 @@ def test_pages_are_exposed_only_where_they_are_mapped() -> None:
     for name in ("first", "second"):
         request = rig.request(name, prefills, decodes, ROWS).open_decode().expect(ROWS).open_prefill()
         rig.wait(0.3)
-        (room,) = decodes[0].endpoint._side._rooms.values()
-        assert not room.machine._exposed
+        (room,) = decodes[0].endpoint._side.rooms.values()
+        assert not room.machine.exposed
         request.send(ROWS).finish().landed()
     assert "mapped cannot: prefill rank 0: it is on another host" in request.receives[0].report.reason
 

@@ -65,7 +65,6 @@ def test_only_errors_that_a_pause_explains_name_it() -> None:
     assert pauses.explain(lost, 20.5, 21.0) is lost
     assert pauses.explain(lost, 9.0, 50.5) is lost
     assert (pauses.explain(wrong, 9.0, 21.0), pauses.explain(ours, 9.0, 21.0)) == (wrong, ours)
-    assert pauses.explain(None, 9.0, 21.0) is None
     unproved, proved = PeerLostError("silent", epoch=b"1"), PeerLostError("its process has ended", epoch=b"2")
     closed = InstanceClosedError("withdrawn", instance="P")
     assert str(pauses.explain(unproved, 9.0, 21.0)) == "this process did not run for 10.0 s: silent"

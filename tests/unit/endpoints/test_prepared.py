@@ -27,7 +27,7 @@ def world(kernels: PreparingKernels, ranks: int = 1, pace: float | None = None) 
 
 def scatterer(rig: Rig) -> ScatterQueue:
     """The decode rank's."""
-    return rig.decodes[0].endpoint._side._scatters
+    return rig.decodes[0].endpoint._side.scatters
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

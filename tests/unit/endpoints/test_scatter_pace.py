@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from disagg_kv.core import Phase
-from disagg_kv.endpoints.decode.rate_limit import BURST_S, RateLimiter
+from disagg_kv.endpoints.decode.scatter import BURST_S, RateLimiter
 from disagg_kv.errors import ConfigurationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import Factory, define
 
-from disagg_kv.endpoints.loop.turn import Claim, Turn
+from disagg_kv.endpoints.loop.driver import Claim, Turn
 
 # The instructions after which the interpreter runs a signal's handler (CPython, Python/ceval.c, CHECK_EVAL_BREAKER).
 CHECKED = ("CALL", "JUMP_BACKWARD", "RESUME")

@@ -9,8 +9,6 @@ import pytest
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.core import RoomKey
-from disagg_kv.endpoints.loop.failures import Failures
-from disagg_kv.endpoints.loop.turn import Admission
 from disagg_kv.endpoints.prefill.handle import ForwardPass, LayerGroups, SubmittedChunk
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec, Component
@@ -18,8 +16,6 @@ from disagg_kv.ids import Generation, LayerId, RoomId
 from disagg_kv.memory import Event
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.strategies import LayerPipelined
-from disagg_kv.trace import Silent
-from disagg_kv.transports import Home
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import FiredEvent
 
@@ -226,12 +222,13 @@ class Commands:
     """Notes what a pass says: a driver, its loop and its side in one."""
 
     def __init__(self) -> None:
-        failures = Failures("of a test", Silent(), time.monotonic, lambda error: None)
-        self.admission = Admission(Home("the endpoint"), failures)
         self.loop = self
         self.clock = time.monotonic
         self.said: list[str] = []
         self.events: list[Event | None] = []
+
+    def check(self, what: str) -> None:
+        """Every call is taken."""
 
     def post(self, command: Callable[[], None]) -> None:
         command()

@@ -29,7 +29,7 @@ def cache() -> PrefixCache:
 def ended(phase: Phase) -> RoomHandle:
     """A room that is over and whose pages nobody touches."""
     handle = RoomHandle(RoomId(b"r"))
-    handle.publish(phase, True, None if phase is Phase.DONE else AbortedError("no"), 1.0)
+    handle.publish((phase, True), None if phase is Phase.DONE else AbortedError("no"), 1.0)
     return handle
 
 
@@ -66,7 +66,7 @@ def test_a_failure_leaves_nothing() -> None:
     lease.begin()
     waiting = RoomHandle(RoomId(b"r"))
     assert not lease.settle(waiting)
-    waiting.publish(Phase.FAILED, False, AbortedError("no"), 1.0)
+    waiting.publish((Phase.FAILED, False), AbortedError("no"), 1.0)
     assert not lease.settle(waiting), "a peer may still write to the pages"
     assert lease.settle(ended(Phase.FAILED))
     assert Counts(of)() == (8, 0)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.cpu_tables import mutants
 from disagg_kv.core.room.receive_room import ReceiveRoom
 from disagg_kv.core.wire import page_runs
-from disagg_kv.endpoints.decode import expecting
+from disagg_kv.endpoints.decode import path_choice
 from disagg_kv.errors import DisaggKVError
 from sim import simulate
 from tests.mutants.__main__ import main
@@ -71,21 +71,21 @@ def test_a_function_is_replaced_wherever_it_is_imported() -> None:
     """Those who imported it by its name call the bug too, and the original after that."""
     bug = next(bug for bug in BUGS if bug.where == "core.wire.page_runs:excess")
     before = page_runs.excess
-    assert vars(expecting)["excess"] is before
+    assert vars(path_choice)["excess"] is before
     with bug.planted():
-        assert vars(expecting)["excess"] is page_runs.excess is not before
-    assert vars(expecting)["excess"] is page_runs.excess is before
+        assert vars(path_choice)["excess"] is page_runs.excess is not before
+    assert vars(path_choice)["excess"] is page_runs.excess is before
 
 
 def test_a_bug_that_is_none_survives() -> None:
     """A change that changes nothing is not found."""
-    harmless = Mutant("nothing", "core.repeater:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key, 0)")
+    harmless = Mutant("nothing", "core.timers:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key, 0)")
     assert hunt(harmless, range(2)) is None
 
 
 def test_a_hunt_says_what_it_cost() -> None:
     """Seeds up to the one that found the bug, or all of them; CPU time of the process that ran them."""
-    survives = Mutant("nothing", "core.repeater:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key)")
+    survives = Mutant("nothing", "core.timers:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key)")
     found, nothing = timed(QUICK[0], range(40)), timed(survives, ())
     assert found.kill is not None
     assert found.seeds == found.kill.seed + 1

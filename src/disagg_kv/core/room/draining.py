@@ -22,17 +22,19 @@ from ...errors import About, DisaggKVError
 from ...ids import Epoch, Generation, Rank, RoomId, room_name
 from ...planning import Segment
 from ..base import CastVote, Free, Gone, Introduced, Leased, Lost, Met, Options, Quarantine, Scattered, Send, Tick
-from ..repeater import Repeater
+from ..timers import Repeater
 from ..wire.frames import Abort, ChunkReady, Done, Drained, DrainedAck, Head, RoomFrame, StagingRequest, words
-from .inbound import InboundSegment, InboundSegments
-from .inspection import ReceiveInspection
+from .inbound import InboundSegment, InboundSegments, Writer
 from .machine import Machine
 from .tables import RECEIVING, Receiving
-from .writers import Writer
 
 
 class DrainingRoom(Machine[Receiving]):
-    """The accounts of a room, and all that it does after it has failed."""
+    """The accounts of a room, and all that it does after it has failed.
+
+    ``writers`` are the prefill ranks, once they are known; of a room that failed before, those that have learned it.
+    ``inbound`` are the segments that are not placed in pages, ``exposed`` says that prefill was given the pages.
+    """
 
     def __init__(
         self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, tag: bytes, source: str
@@ -47,15 +49,10 @@ class DrainingRoom(Machine[Receiving]):
         self._epoch = epoch
         self._options = options
         self._repeat = Repeater(options)
-        self._writers: dict[Epoch, Writer] = {}
-        self._exposed = False
+        self.writers: dict[Epoch, Writer] = {}
+        self.exposed = False
         self._known = False
         self._until = inf
-
-    @property
-    def writers(self) -> tuple[Epoch, ...]:
-        """The prefill ranks, once they are known; of a room that failed before, those that have learned it."""
-        return tuple(self._writers)
 
     @property
     def released(self) -> bool:
@@ -64,25 +61,28 @@ class DrainingRoom(Machine[Receiving]):
             return True
         if self.state is not Receiving.DRAINING or self.inbound.scattering:
             return False
-        return not any(self._may_touch_pages(w) for w in self._writers.values())
+        return not any(self._may_touch_pages(w) for w in self.writers.values())
 
     def owed(self) -> dict[Epoch, tuple[int, bool]]:
         """For each writer that may still write to memory of this failed room: bytes of leases, and whether to pages."""
-        owing = [w for w in self._writers.values() if self._owes(w)]
+        owing = [w for w in self.writers.values() if self._owes(w)]
         return {w.epoch: (self.inbound.leased(w.rank), self._may_touch_pages(w)) for w in owing}
 
-    def inspect(self) -> ReceiveInspection:
-        """Its accounts as they are, for tests and for the simulator; live, and read only."""
-        return ReceiveInspection(self._writers, self.inbound, self._exposed)
-
     def _introduce(self, event: Introduced) -> None:
-        self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+        for epoch in event.writers:
+            self._join(epoch)
         self._known = True
+
+    def _join(self, epoch: Epoch) -> Writer:
+        """A further prefill rank."""
+        head = Head(src=self._epoch, dst=epoch, room=self.room, generation=self.generation)
+        self.writers[epoch] = w = Writer(epoch, Rank(len(self.writers)), head)
+        return w
 
     # The rule.
 
     def _may_touch_pages(self, w: Writer) -> bool:
-        return self._exposed and w.done is None and not w.evidence
+        return self.exposed and w.done is None and not w.evidence
 
     def _owes(self, w: Writer) -> bool:
         """Whether this writer may still write to memory of ours."""
@@ -90,7 +90,7 @@ class DrainingRoom(Machine[Receiving]):
 
     def _release(self, segment: Segment, part: InboundSegment) -> bool:
         """Free a segment's lease, or its place in the queue, if it may be reused."""
-        ended = [w.rank for w in self._writers.values() if w.evidence]
+        ended = [w.rank for w in self.writers.values() if w.evidence]
         reusable = part.reusable(ended, wanted=self.error is None)
         if reusable:
             self._out.append(Free(segment))
@@ -103,30 +103,30 @@ class DrainingRoom(Machine[Receiving]):
         self.state = Receiving.DRAINING
         self._repeat.clear()
         self._out.append(CastVote(False, str(error)))
-        for w in self._writers.values():
+        for w in self.writers.values():
             self._abort(w)
         self._until = inf if self._known else self.now + self._options.silence_s
-        self._out += [Quarantine(segment) for segment in self.inbound if self.inbound[segment].lease is not None]
+        self._out += [Quarantine(segment) for segment, part in self.inbound.items() if part.lease is not None]
         self._release_all()
 
     def _abort(self, w: Writer) -> None:
         if not w.evidence:
-            abort = Abort(**self._to(w), reason=words(self.error), tag=self.tag)
+            abort = Abort(**w.head, reason=words(self.error), tag=self.tag)
             self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
 
     def _release_all(self) -> None:
         """Release what no writer can reach any more; close when nothing is left."""
-        for segment in self.inbound:
-            if self._release(segment, self.inbound[segment]):
-                self.inbound.drop(segment)
+        for segment, part in list(self.inbound.items()):
+            if self._release(segment, part):
+                del self.inbound[segment]
         # Before its prefill ranks are known, further ones may come, and learn that it has failed.
         ended = self._known
-        for w in self._writers.values():
+        for w in self.writers.values():
             if w.evidence or (w.lost and not self._owes(w)):
                 self._repeat.stop(("abort", w.rank))
             else:
                 ended = False
-        if ended and not any(self.inbound):
+        if ended and not self.inbound:
             self.state = Receiving.CLOSED
 
     # Evidence, and what is known of a writer without it; in every state.
@@ -134,14 +134,14 @@ class DrainingRoom(Machine[Receiving]):
     def _acknowledge_drained(self, event: Drained) -> None:
         w = self._writer(event)
         w.drained = True
-        self._send(w, DrainedAck(**self._to(w)))
+        self._send(w, DrainedAck(**w.head))
 
     def _on_gone(self, event: Gone) -> None:
-        if (w := self._writers.get(event.peer)) is not None:
+        if (w := self.writers.get(event.peer)) is not None:
             w.gone = True
 
     def _on_lost_placed(self, event: Lost) -> None:
-        if (w := self._writers.get(event.peer)) is not None:
+        if (w := self.writers.get(event.peer)) is not None:
             w.lost = True
 
     def _arrive(self, part: InboundSegment, w: Writer) -> None:
@@ -153,13 +153,13 @@ class DrainingRoom(Machine[Receiving]):
 
     def _on_met_late(self, event: Met) -> None:
         if not self._known:
-            w = self._writers.setdefault(event.peer, Writer(event.peer, Rank(len(self._writers))))
+            w = self.writers.get(event.peer) or self._join(event.peer)
             w.lost = False
             self._abort(w)
 
     def _on_answer_abort(self, event: StagingRequest | Abort) -> None:
         w = self._writer(event)
-        self._send(w, Abort(**self._to(w), reason=words(self.error)))
+        self._send(w, Abort(**w.head, reason=words(self.error)))
 
     def _on_leased_late(self, event: Leased) -> None:
         self._out.append(Free(event.segment))  # no writer knows of it
@@ -201,16 +201,13 @@ class DrainingRoom(Machine[Receiving]):
     # Names and frames.
 
     def _writer(self, frame: RoomFrame) -> Writer:
-        return self._writers[Epoch(frame.src)]
+        return self.writers[Epoch(frame.src)]
 
     def _name(self) -> str:
         return f"{room_name(self.room)} generation {self.generation} from instance {self.source!r}"
 
     def _who(self, w: Writer) -> About:
         return {"instance": self.source, "rank": w.rank, "epoch": w.epoch}
-
-    def _to(self, w: Writer) -> Head:
-        return Head(src=self._epoch, dst=w.epoch, room=self.room, generation=self.generation)
 
     def _send(self, w: Writer, frame: RoomFrame) -> None:
         self._out.append(Send(w.epoch, frame))

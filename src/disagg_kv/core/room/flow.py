@@ -15,7 +15,6 @@ from ...ids import Epoch, Generation, Rank, RoomId, peer_name, room_name
 from ...planning import Batch, Limits, RankPlan, Segment
 from ..base import (
     Cancel,
-    Decided,
     Finished,
     Gone,
     Granted,
@@ -29,14 +28,13 @@ from ..base import (
     WriteFailed,
     Wrote,
 )
-from ..repeater import Repeater
+from ..timers import Repeater
 from ..wire.frames import (
     Abort,
     ChunkReady,
     Complete,
     Done,
     Drained,
-    DrainedAck,
     Expect,
     Expected,
     Grant,
@@ -189,6 +187,8 @@ class Flow(Machine[Sending]):
         part = self.outbound.get(transfer.segment)
         if self.state is not Sending.MOVING or part is None or part.step is not SegmentStep.GRANTED:
             return False
+        if self._placed is not None:
+            return False  # decode has all rows, and its pages are another room's
         return transfer.lease == (None if part.grant is None else part.grant.lease)
 
     @property
@@ -301,7 +301,7 @@ class Flow(Machine[Sending]):
             self._unquiet.discard(event.segment)
             part.tries += 1
             retryable = isinstance(event.error, TransportError) and event.error.retryable
-            if retryable and part.tries < WRITE_TRIES:
+            if retryable and part.tries < WRITE_TRIES and self._placed is None:
                 self.outbound.move(part, SegmentStep.GRANTED)
                 self._use(event.segment, part)
                 return
@@ -439,7 +439,7 @@ class Flow(Machine[Sending]):
     def _on_answer_drained(self, event: Abort) -> None:
         self._send(Drained(**self._head, reason=words(self.error)))
 
-    def _on_close(self, event: Decided | DrainedAck | Lost | Gone | Cancel) -> None:
+    def _on_close(self, event: object) -> None:
         self._repeat.clear()
         self.state = Sending.CLOSED
 

@@ -1,11 +1,12 @@
-"""The segments of a room on a decode rank, from the first request until their rows are in our pages.
+"""The accounts of a room on a decode rank: the prefill ranks that send rows, and the segments that they send.
 
-:meth:`InboundSegment.reusable` alone says when a lease of the staging ring may be reused.
+A segment is in hand from its first request until its rows are in our pages. :meth:`InboundSegment.reusable` alone says
+when a lease of the staging ring may be reused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
 
 from attrs import define, field
@@ -15,7 +16,100 @@ from ...geometry import Coverage
 from ...ids import Epoch, Rank
 from ...planning import RankPlan, RowRange, Segment
 from ...staging import Lease
-from .machine import corners, overlap
+from ..base import Awaited
+from ..wire.frames import Done, Head
+from .machine import overlap
+
+
+@define
+class Writer:
+    """One prefill rank of the room, elected for some rows or not.
+
+    Args:
+        epoch, rank: its incarnation, and its rank in its instance.
+        head: of all frames of this room to it.
+        opened: it has opened the room: it has sent a frame about it that does not say that the room is parked.
+        transport: what carries its writes; None: neither its ``Expected`` nor its ``Done`` has come.
+        done: its ``Done``.
+        drained: it has sent ``Drained``.
+        gone: it has closed, or its process has ended, and its last writes have landed.
+        lost: it is lost, which is no evidence that it writes nothing more.
+        open: segments that it has requested and not announced.
+        arrived: segments that it has announced.
+    """
+
+    epoch: Epoch
+    rank: Rank
+    head: Head
+    opened: bool = False
+    transport: str | None = None
+    done: Done | None = None
+    drained: bool = False
+    gone: bool = False
+    lost: bool = False
+    open: int = 0
+    arrived: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is done and all its segments have arrived. A notice may be lost, or come after ``Done``."""
+        return self.done is not None and self.arrived == self.done.segments
+
+    @property
+    def stop(self) -> int | None:
+        """The row at which it ends the room; None: it has not said that."""
+        return None if self.done is None else self.done.stop
+
+    @property
+    def problem(self) -> str | None:
+        """What it did that contradicts its ``Done``; None: nothing does."""
+        if self.done is not None and self.arrived > self.done.segments:
+            return f"is done after {self.done.segments} segments, and has announced {self.arrived}"
+        return None
+
+    @property
+    def aux(self) -> bytes | None:
+        """Its aux data, once it is done; None: it sends none."""
+        return None if self.done is None else self.done.aux
+
+    @property
+    def evidence(self) -> bool:
+        """Whether it is proved that it writes nothing more for this room."""
+        return self.drained or self.gone
+
+
+def misplaced(ends: Iterable[int | None], awaited: Awaited) -> str | None:
+    """What a writer did wrong that ends the room at a row, of those that writers have named; None: nothing."""
+    stops = sorted({stop for stop in ends if stop is not None})
+    if len(stops) > 1:
+        return f"and others end at different rows: {stops}"
+    if awaited.stop is not None and stops[0] < awaited.stop:
+        return f"ends at row {stops[0]}, not at {awaited.stop}"
+    if awaited.stop is None and not awaited.start <= stops[0] <= awaited.most:
+        return f"ends at row {stops[0]}; pages are there for {awaited.start}-{awaited.most}"
+    if awaited.stop is None and stops[0] < awaited.least:
+        return f"ends at row {stops[0]}; decode needs {awaited.least} or more"
+    return None
+
+
+def chosen(results: Iterable[bytes | None]) -> bytes | None:
+    """The aux data that count, of those of all writers by rank: the first; None: no writer gives any."""
+    return next((aux for aux in results if aux is not None), None)
+
+
+def unopened(writers: Iterable[Writer]) -> list[int]:
+    """The ranks that are not known to have opened the room."""
+    return [int(w.rank) for w in writers if not w.opened]
+
+
+def waited_for(writers: Iterable[Writer]) -> str:
+    """Which notices are missing, in words."""
+    undone = [int(w.rank) for w in writers if w.done is None]
+    words = [f"ranks {undone} are not done"] if undone else []
+    for w in writers:
+        if w.done is not None and not w.complete:
+            words.append(f"rank {w.rank} is done, but {w.arrived} of its {w.done.segments} notices have come")
+    return "; ".join(words) or "all ranks are done"
 
 
 @define
@@ -89,37 +183,24 @@ class InboundSegment:
         assert self.lease is None or self.asked
 
 
-class InboundSegments:
+class InboundSegments(dict[Segment, InboundSegment]):
     """All segments of a room that are not placed in pages, and the rows that are."""
 
     def __init__(self) -> None:
-        self._segments: dict[Segment, InboundSegment] = {}
+        super().__init__()
         self._claimed = {state: Coverage() for state in (False, True)}
         self._placed = {state: Coverage() for state in (False, True)}
         self.segments_placed = 0
         self.bytes_placed = 0
 
-    def __contains__(self, segment: Segment) -> bool:
-        return segment in self._segments
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(list(self._segments))
-
-    def __getitem__(self, segment: Segment) -> InboundSegment:
-        return self._segments[segment]
-
-    def get(self, segment: Segment) -> InboundSegment | None:
-        """The segment, if it is not placed."""
-        return self._segments.get(segment)
-
     @property
     def scattering(self) -> bool:
         """Whether any of them is being scattered or compared."""
-        return any(part.scattering for part in self._segments.values())
+        return any(part.scattering for part in self.values())
 
     def has_placed(self, segment: Segment) -> bool:
         """Whether all of its rows are in our pages."""
-        return self._placed[segment.state].contains(*corners(segment))
+        return self._placed[segment.state].contains(*segment[:4])
 
     def find(self, segment: Segment, rank: Rank, epoch: Epoch, rank_plan: RankPlan, rows: range) -> InboundSegment:
         """The segment, added if it is new.
@@ -135,44 +216,42 @@ class InboundSegments:
             RemoteProtocolError: other rows, an overlap with another segment, or a writer that was not elected.
             GeometryError: no segment that the plan could contain.
         """
-        part = self._segments.get(segment)
+        part = self.get(segment)
         new = part is None
         if part is None:
             part = self._new(segment, epoch, rank_plan, rows)
         if rank not in part.writers:
             raise RemoteProtocolError(f"prefill rank {rank} was not elected for any of {segment}")
         if new:
-            self._claimed[segment.state].add(*corners(segment))
-            self._segments[segment] = part
+            self._claimed[segment.state].add(*segment[:4])
+            self[segment] = part
         return part
 
     def _new(self, segment: Segment, epoch: Epoch, rank_plan: RankPlan, rows: range) -> InboundSegment:
-        check_place(segment, rank_plan, rows)
-        if self._claimed[segment.state].overlaps(*corners(segment)):
+        if not segment.state and (segment.start < rows.start or segment.stop > rows.stop):
+            raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {rows.start}-{rows.stop}")
+        rank_plan.validate(segment)
+        if self._claimed[segment.state].overlaps(*segment[:4]):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = rank_plan.lease(segment)
         return InboundSegment(tuple(offsets), offsets, nbytes, epoch)
 
     def place(self, segment: Segment) -> None:
         """All rows of a segment are in our pages."""
-        part = self._segments[segment]
+        part = self[segment]
         part.staged.clear()
-        self._placed[segment.state].add(*corners(segment))
+        self._placed[segment.state].add(*segment[:4])
         self.segments_placed += 1
         self.bytes_placed += sum(nbytes for _, nbytes in part.offsets.values())
-
-    def drop(self, segment: Segment) -> None:
-        """A segment has no lease any more, and no scatter."""
-        del self._segments[segment]
 
     def missing(self, rank_plan: RankPlan, rows: RowRange) -> Sequence[Segment]:
         """Which of these rows are not placed; else which segments are in hand."""
         needed = rank_plan.needed(rows)
-        return [box for box in needed if not self._placed[box.state].contains(*corners(box))] or [*self._segments]
+        return [box for box in needed if not self._placed[box.state].contains(*box[:4])] or [*self]
 
     def leased(self, rank: Rank) -> int:
         """Bytes of leases that this writer may still write to, by its own notices."""
-        parts = self._segments.values()
+        parts = self.values()
         return sum(part.nbytes for part in parts if part.lease is not None and rank in part.asked - part.arrived)
 
     def check_integrity(self, open_by_rank: dict[Rank, int] | None) -> None:
@@ -181,17 +260,10 @@ class InboundSegments:
         Args:
             open_by_rank: per writer, how many segments it has requested and not announced; None: not known.
         """
-        for a, b in combinations(self._segments, 2):
+        for a, b in combinations(self, 2):
             assert not overlap(a, b), (a, b)
-        for part in self._segments.values():
+        for part in self.values():
             part.check_integrity()
         for rank, count in (open_by_rank or {}).items():
-            asked = [p for p in self._segments.values() if rank in p.asks and rank not in p.arrived]
+            asked = [p for p in self.values() if rank in p.asks and rank not in p.arrived]
             assert count == len(asked), (rank, count, asked)
-
-
-def check_place(segment: Segment, rank_plan: RankPlan, rows: range) -> None:
-    """Raise a DisaggKVError as :meth:`InboundSegments.find` does, unless these rows and layers may come."""
-    if not segment.state and (segment.start < rows.start or segment.stop > rows.stop):
-        raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {rows.start}-{rows.stop}")
-    rank_plan.validate(segment)

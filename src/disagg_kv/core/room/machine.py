@@ -60,11 +60,6 @@ class Machine(Generic[S]):
         return out
 
 
-def corners(segment: Segment) -> tuple[int, int, int, int]:
-    """The arguments of :class:`~disagg_kv.geometry.Coverage` for a segment."""
-    return segment.start, segment.stop, segment.first, segment.last
-
-
 def overlap(a: Segment, b: Segment) -> bool:
     """True if the two rectangles share a cell."""
     rows, layers = a.start < b.stop and b.start < a.stop, a.first < b.last and b.first < a.last

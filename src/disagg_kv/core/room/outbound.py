@@ -45,7 +45,7 @@ class OutboundSegment:
     tries: int = 0
 
 
-class OutboundSegments:
+class OutboundSegments(dict[Segment, OutboundSegment]):
     """All segments of a flow that have not landed, in order, and how many are how far.
 
     Attributes:
@@ -56,29 +56,16 @@ class OutboundSegments:
     """
 
     def __init__(self) -> None:
-        self._segments: dict[Segment, OutboundSegment] = {}
+        super().__init__()
         self._runs: Counter[range] = Counter()
         self.begun = 0
         self.announced = 0
         self.unacknowledged = 0
         self.segments_landed = 0
 
-    def __len__(self) -> int:
-        return len(self._segments)
-
-    def __contains__(self, segment: Segment) -> bool:
-        return segment in self._segments
-
-    def __getitem__(self, segment: Segment) -> OutboundSegment:
-        return self._segments[segment]
-
-    def get(self, segment: Segment) -> OutboundSegment | None:
-        """The segment, if it has not landed."""
-        return self._segments.get(segment)
-
     def first(self, count: int) -> Iterator[tuple[Segment, OutboundSegment]]:
         """The first segments in order."""
-        return islice(self._segments.items(), count)
+        return islice(self.items(), count)
 
     def runs(self) -> Set[range]:
         """Layers of rows that have not landed, as they cross together."""
@@ -86,8 +73,8 @@ class OutboundSegments:
 
     def add(self, segment: Segment, nbytes: int) -> None:
         """Plan a segment, unless it is empty or planned already."""
-        if nbytes and segment not in self._segments:
-            self._segments[segment] = OutboundSegment(nbytes)
+        if nbytes and segment not in self:
+            self[segment] = OutboundSegment(nbytes)
             self._runs[segment.layers] += not segment.state
 
     def move(self, part: OutboundSegment, step: SegmentStep) -> None:
@@ -99,7 +86,7 @@ class OutboundSegments:
 
     def land(self, segment: Segment) -> None:
         """The rows of a segment have landed."""
-        part = self._segments.pop(segment)
+        part = self.pop(segment)
         self._runs[segment.layers] -= not segment.state
         self.begun -= part.step is not SegmentStep.PLANNED
         self.unacknowledged -= part.step is SegmentStep.ANNOUNCED
@@ -107,21 +94,21 @@ class OutboundSegments:
 
     def land_all(self) -> None:
         """The rows of every segment have landed."""
-        for segment in list(self._segments):
+        for segment in list(self):
             self.land(segment)
 
     def clear(self) -> None:
         """Drop all: the flow has failed."""
-        self._segments.clear()
+        super().clear()
         self._runs.clear()
         self.begun = self.unacknowledged = 0
 
     def check_integrity(self, unquiet: Set[Segment]) -> None:
         """Raise AssertionError if the accounts contradict each other; ``unquiet``: segments that may still be read."""
-        parts = self._segments.values()
+        parts = self.values()
         assert self.begun == sum(part.step is not SegmentStep.PLANNED for part in parts)
         assert self.unacknowledged == sum(part.step is SegmentStep.ANNOUNCED for part in parts)
-        assert self.runs() == {segment.layers for segment in self._segments if not segment.state}
-        for segment, part in self._segments.items():
+        assert self.runs() == {segment.layers for segment in self if not segment.state}
+        for segment, part in self.items():
             assert (part.step is SegmentStep.WRITING) == (segment in unquiet), (segment, part)
             assert part.grant is None or part.step not in (SegmentStep.PLANNED, SegmentStep.ASKED), (segment, part)

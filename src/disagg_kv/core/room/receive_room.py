@@ -70,14 +70,16 @@ from ..wire.frames import (
 from ..wire.specs import segment_from_wire, segment_to_wire
 from ..wire.verify import unlike
 from .draining import DrainingRoom
-from .inbound import InboundSegment
+from .inbound import InboundSegment, Writer, chosen, misplaced, unopened, waited_for
 from .machine import ours
 from .tables import Receiving
-from .writers import Writer, chosen, misplaced, unopened, waited_for
 
 
 class ReceiveRoom(DrainingRoom):
-    """The decode side's state machine. ``phase`` and ``error`` are its outcome; ``released``: its pages are free."""
+    """The decode side's state machine. ``phase`` and ``error`` are its outcome; ``released``: its pages are free.
+
+    ``transport`` is what carries the writes, as far as the writers have named it; of several, all, joined by ``+``.
+    """
 
     def __init__(
         self,
@@ -94,19 +96,22 @@ class ReceiveRoom(DrainingRoom):
         self._claim_by = inf
         self._awaited: Awaited | None = None
         self._rank_plan: RankPlan | None = None
+        self._floor = 0
         self._pace: WirePace | None = None
         self._flags: tuple[WireFlags, ...] = ()
         self._stop: int | None = None
+        self.transport = ""
+        self._transports_known = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
         """See :meth:`Machine.handle`; a frame of an unknown writer, and any event after the end, is only counted."""
-        if self.state is Receiving.CLOSED or (isinstance(event, RoomFrame) and event.src not in self._writers):
+        if self.state is Receiving.CLOSED or (isinstance(event, RoomFrame) and event.src not in self.writers):
             self.ignored += 1
             return []
         if self._claim_by < inf and isinstance(event, RoomFrame):
-            w = self._writers[Epoch(event.src)]
+            w = self.writers[Epoch(event.src)]
             w.opened |= not (isinstance(event, Expected) and event.parked)
-            self._claim_by = self._claim_by if unopened(self._writers.values()) else inf
+            self._claim_by = self._claim_by if unopened(self.writers.values()) else inf
         return super().handle(event, now)
 
     @property
@@ -121,21 +126,9 @@ class ReceiveRoom(DrainingRoom):
         return Phase.MOVING if self._claim_by == inf else Phase.WAITING
 
     @property
-    def transport(self) -> str:
-        """What carries the writes, as far as the writers have named it; of several, all, joined by ``+``."""
-        if self._rank_plan is None:
-            return ""
-        parts = self._rank_plan.parts
-        return "+".join(sorted({w.transport for w in self._writers.values() if w.transport and parts[w.rank]}))
-
-    @property
     def moving(self) -> bool:
         """Whether rows are awaited, and every writer has named what carries its writes."""
         return self.state is Receiving.MOVING and self._transports_known
-
-    @property
-    def _transports_known(self) -> bool:
-        return all(w.transport is not None for w in self._writers.values())
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
@@ -165,15 +158,16 @@ class ReceiveRoom(DrainingRoom):
         self._claim_by = self.now + self._options.claim_s
         a = self._awaited
         self._rank_plan = self._rank_plan.for_rows(a.rows)
-        self._exposed = a.tables is not None
-        if not self._exposed or a.verify != "off":
+        self._floor = self._rank_plan.floor(a.start)
+        self.exposed = a.tables is not None
+        if not self.exposed or a.verify != "off":
             self._flags = ()
-        for w in self._writers.values():
+        for w in self.writers.values():
             self._expect(w, a)
 
     def _expect(self, w: Writer, a: Awaited) -> None:
         expect = Expect(
-            **self._to(w),
+            **w.head,
             start=a.start,
             stop=a.stop,
             path=a.path,
@@ -188,7 +182,7 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_met(self, event: Met) -> None:
         assert self._awaited is not None
-        w = self._writers.get(event.peer)
+        w = self.writers.get(event.peer)
         if w is not None and not w.complete:
             self._expect(w, self._awaited)
 
@@ -196,11 +190,20 @@ class ReceiveRoom(DrainingRoom):
         w = self._writer(event)
         if not event.parked:
             self._repeat.stop(("expect", w.rank))
-            w.transport = event.transport
+            self._name_transport(w, event.transport)
             self._check_placed()
             return
         # Each repetition keeps it parked for as long as a peer may be silent.
         self._repeat.slow(("expect", w.rank))
+
+    def _name_transport(self, w: Writer, transport: str) -> None:
+        """A writer names what carries its writes."""
+        assert self._rank_plan is not None
+        parts, writers = self._rank_plan.parts, self.writers.values()
+        if w.transport != transport:
+            w.transport = transport
+            self.transport = "+".join(sorted({one.transport for one in writers if one.transport and parts[one.rank]}))
+            self._transports_known = None not in [one.transport for one in writers]
 
     # Moving.
 
@@ -212,7 +215,7 @@ class ReceiveRoom(DrainingRoom):
             return
         if w.open >= self._options.window and Segment(*event.segment) not in self.inbound:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
-            self._send(w, Queued(**self._to(w), segment=event.segment))
+            self._send(w, Queued(**w.head, segment=event.segment))
             return
         part = self._part(w, event.segment)
         if part is None:
@@ -233,15 +236,14 @@ class ReceiveRoom(DrainingRoom):
             self._prepare(segment, part)
             return
         if again:
-            self._send(w, Queued(**self._to(w), segment=event.segment))
+            self._send(w, Queued(**w.head, segment=event.segment))
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
 
     def _part(self, w: Writer, box: Box) -> InboundSegment | None:
         """The segment in hand, new or not; None: it was answered, or it has failed the room."""
         assert self._awaited is not None
         assert self._rank_plan is not None
-        a = self._awaited
-        rows = range(self._rank_plan.floor(a.start), a.most if self._stop is None else self._stop)
+        rows = range(self._floor, self._awaited.most if self._stop is None else self._stop)
         try:
             segment = segment_from_wire(box)
             if segment not in self.inbound and self.inbound.has_placed(segment):
@@ -255,7 +257,7 @@ class ReceiveRoom(DrainingRoom):
     def _on_leased(self, event: Leased) -> None:
         part = self.inbound[event.segment]
         part.lease = event.lease
-        for w in self._writers.values():
+        for w in self.writers.values():
             if w.rank in part.asked:
                 self._grant(w, event.segment, part)
         self._prepare(event.segment, part)
@@ -264,7 +266,7 @@ class ReceiveRoom(DrainingRoom):
         assert part.lease is not None
         offset, nbytes = part.offsets[w.rank]
         grant = Grant(
-            **self._to(w),
+            **w.head,
             segment=segment_to_wire(segment),
             ask=part.asks[w.rank],
             lease=part.lease.start,
@@ -280,7 +282,7 @@ class ReceiveRoom(DrainingRoom):
     def _on_given_back(self, event: Return) -> None:
         """A writer returns what it was granted."""
         w, segment = self._writer(event), Segment(*event.segment)
-        self._send(w, Returned(**self._to(w), segment=event.segment, ask=event.ask))
+        self._send(w, Returned(**w.head, segment=event.segment, ask=event.ask))
         part = self.inbound.get(segment)
         if part is None or w.rank in part.arrived or part.asks.get(w.rank) != event.ask:
             return
@@ -301,7 +303,9 @@ class ReceiveRoom(DrainingRoom):
         if event.lease is not None and not part.granted(w.rank, event.lease):
             self._refuse(w, f"used lease {event.lease} of {segment}")
             return
-        if problem := unlike(self.room, segment, event.sums, self._awaited.verify):
+        verify = self._awaited.verify
+        compared = event.sums is not None or verify != "off"
+        if compared and (problem := unlike(self.room, segment, event.sums, verify)):
             self._refuse(w, f"sent {problem} of {segment}")
             return
         self._send_landed(w, segment)
@@ -336,7 +340,7 @@ class ReceiveRoom(DrainingRoom):
     def _finish_part(self, segment: Segment) -> None:
         self.inbound.place(segment)
         if self._release(segment, self.inbound[segment]):
-            self.inbound.drop(segment)
+            del self.inbound[segment]
         self._check_placed()
 
     def _on_done(self, event: Done) -> None:
@@ -344,8 +348,9 @@ class ReceiveRoom(DrainingRoom):
         w, a = self._writer(event), self._awaited
         if w.done is not None:
             return
-        w.done, w.transport = event, event.transport
-        if problem := w.problem or misplaced([one.stop for one in self._writers.values()], a):
+        w.done = event
+        self._name_transport(w, event.transport)
+        if problem := w.problem or misplaced([one.stop for one in self.writers.values()], a):
             self._refuse(w, problem)
             return
         self._stop = event.stop if a.stop is None else a.stop
@@ -359,9 +364,9 @@ class ReceiveRoom(DrainingRoom):
         """
         assert self._awaited is not None
         assert self._rank_plan is not None
-        writers = self._writers.values()
+        writers = self.writers.values()
         done = all(w.complete for w in writers)
-        landed = self.inbound.segments_placed > 0 and not any(self.inbound)
+        landed = self.inbound.segments_placed > 0 and not self.inbound
         known = landed and not self._awaited.needs_ends and self._transports_known
         if self.inbound.scattering or not (done or known):
             return
@@ -381,7 +386,7 @@ class ReceiveRoom(DrainingRoom):
             self._fail(IntegrityError(reason, instance=self.source))
             return
         self._repeat.clear()
-        self._exposed = False  # every byte that a writer had for these pages is there
+        self.exposed = False  # every byte that a writer had for these pages is there
         self.state = Receiving.PLACED
         self._out.append(CastVote(True, ""))
 
@@ -400,7 +405,7 @@ class ReceiveRoom(DrainingRoom):
                 self._acknowledge_drained(event)
             else:
                 w = self._writer(event)
-                self._send(w, Abort(**self._to(w), reason=words(reason)))
+                self._send(w, Abort(**w.head, reason=words(reason)))
         self._withdraw(reason)
 
     def _withdraw(self, reason: str) -> None:
@@ -417,14 +422,14 @@ class ReceiveRoom(DrainingRoom):
             why = "the others agree without this rank" if event.ok else f"another rank failed: {event.reason}"
             self._fail(AbortedError(f"{self._name()}: {why}"))
             return
-        for w in self._writers.values():
-            self._send(w, Complete(**self._to(w)))
+        for w in self.writers.values():
+            self._send(w, Complete(**w.head))
         self.state = Receiving.CLOSED
 
     # Failing.
 
     def _on_tick(self, event: Tick) -> None:
-        writers = self._writers.values()
+        writers = self.writers.values()
         if self.now >= self._deadline:
             where = waited_for(writers) if writers else "the prefill ranks were not found"
             late = f"{self._name()}: not complete within {self._options.total_s:g} s: {where}"
@@ -456,10 +461,10 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_lost(self, event: Lost) -> None:
         """A writer is needed until all that it announced has arrived; while none is known, any lost peer is needed."""
-        w = self._writers.get(event.peer)
+        w = self.writers.get(event.peer)
         if w is not None:
             w.lost = True
-        if not w.complete if w is not None else not self._writers:
+        if not w.complete if w is not None else not self.writers:
             known: About = {} if w is None else self._who(w)
             self._fail(ours(event.error, self._name(), **known))
 
@@ -467,11 +472,11 @@ class ReceiveRoom(DrainingRoom):
         self._fail(ours(event.error, self._name()))
 
     def _send_landed(self, w: Writer, segment: Segment) -> None:
-        self._send(w, Landed(**self._to(w), segments=(segment_to_wire(segment),)))
+        self._send(w, Landed(**w.head, segments=(segment_to_wire(segment),)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         live = self.error is None
-        self.inbound.check_integrity({w.rank: w.open for w in self._writers.values()} if live else None)
-        assert self.state is not Receiving.CLOSED or not any(self.inbound)
+        self.inbound.check_integrity({w.rank: w.open for w in self.writers.values()} if live else None)
+        assert self.state is not Receiving.CLOSED or not self.inbound
         assert live or self.state in (Receiving.DRAINING, Receiving.CLOSED)

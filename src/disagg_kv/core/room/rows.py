@@ -34,7 +34,7 @@ class _Call:
     layers: set[LayerId] = field(factory=set)
 
     def final(self, segment: Segment, tokenless: Collection[LayerId]) -> bool:
-        return self.whole or all(layer in self.layers or layer in tokenless for layer in segment.layers)
+        return all(layer in self.layers or layer in tokenless for layer in segment.layers)
 
 
 @define(eq=False)
@@ -61,6 +61,8 @@ class Rows:
     After a withdrawal the engine hands rows over again, by calls that need not end where the earlier ones did. So each
     call has a number, and a chunk is final when all calls are final that its rows came by.
 
+    ``stop`` is one past the last row handed over.
+
     Args:
         tokenless: layers that keep only a state and nothing per token: no row waits for them.
     """
@@ -75,11 +77,7 @@ class Rows:
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._given = 0
-
-    @property
-    def stop(self) -> int:
-        """One past the last row handed over."""
-        return self.chunks[-1].stop if self.chunks else 0
+        self.stop = 0
 
     def add(
         self,
@@ -116,7 +114,7 @@ class Rows:
         chunk = Chunk(self.stop, stop, tables, self._calls_of(self.stop, stop), batch or Batch())
         self.chunks.append(chunk)
         self._starts.append(chunk.start)
-        self._given = len(self.chunks)
+        self._given, self.stop = len(self.chunks), stop
         return chunk
 
     def _calls_of(self, start: int, stop: int) -> tuple[_Call, ...]:
@@ -159,7 +157,7 @@ class Rows:
         self._calls.clear()
         self._order.clear()
         self._stops.clear()
-        self._given = 0
+        self._given = self.stop = 0
         self.chunks.clear()
         self._starts.clear()
         self.states = None
@@ -179,7 +177,10 @@ class Rows:
         chunk = self.chunk(segment)
         if chunk.tables is None:
             return Readiness.WITHDRAWN
-        return Readiness.READY if all(t.final(segment, self._tokenless) for t in chunk.calls) else Readiness.AHEAD
+        for call in chunk.calls:
+            if not (call.whole or call.final(segment, self._tokenless)):
+                return Readiness.AHEAD
+        return Readiness.READY
 
     def missing(self, layers: Collection[LayerId]) -> str:
         """The first rows that are not final, and in which of these layers; empty if there are none."""

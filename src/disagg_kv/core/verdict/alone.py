@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ...ids import Epoch, Rank
 from ..base import Decided, Options, RoomKey
-from ..wire.frames import Decision, Vote
 from .base import Outcome, Verdict
 
 
@@ -21,34 +20,6 @@ class Alone(Verdict):
     def __init__(self, rank: Rank, world: int, epoch: Epoch, options: Options, instance: str) -> None:
         """The arguments are not used."""
 
-    @property
-    def undecided(self) -> int:
-        """None waits."""
-        return 0
-
-    def joined(self, epoch: Epoch, rank: Rank, now: float) -> list[Outcome]:
-        """Nothing depends on it."""
-        return []
-
-    def followed(self, epoch: Epoch, rank: Rank) -> None:
-        """Nothing depends on it."""
-
-    def lost(self, epoch: Epoch, now: float) -> list[Outcome]:
-        """Nothing depends on it."""
-        return []
-
     def vote(self, key: RoomKey, ok: bool | None, reason: str, now: float) -> list[Outcome]:
         """The outcome of this rank decides."""
         return [] if ok is None else [Outcome(key, Decided(ok, reason))]
-
-    def on_frame(self, frame: Vote | Decision, now: float) -> list[Outcome]:
-        """Another rank votes or decides: ranks with another verdict are refused, so this one was before."""
-        return []
-
-    def tick(self, now: float) -> list[Outcome]:
-        """Nothing is repeated."""
-        return []
-
-    def next_at(self) -> float | None:
-        """Nothing is due."""
-        return None

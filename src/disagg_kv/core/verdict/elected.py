@@ -50,7 +50,7 @@ from attrs import Factory, define, frozen
 
 from ...ids import Epoch, Generation, Rank, RoomId
 from ..base import Decided, Options, RoomKey, Send
-from ..repeater import Repeater
+from ..timers import Repeater
 from ..tombstones import RoomOutcome, Tombstones
 from ..wire.frames import Decision, Vote, words
 from .base import Outcome, Verdict

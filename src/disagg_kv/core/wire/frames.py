@@ -18,7 +18,7 @@ from ...errors import About, RemoteProtocolError
 from ...ids import peer_name
 from .verify import Verify
 
-VERSION = 10
+VERSION = 1
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 512 * 1024

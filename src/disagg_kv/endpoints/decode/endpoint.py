@@ -29,10 +29,9 @@ from ..peers.mapping import check_mapping, new_flag_page
 from ..staging_memory import exposable, made_by, new_staging, ready_kernels
 from ..status import Usage
 from .handle import ReceptionHandle
-from .inspection import DecodeInspection
-from .quarantine import ALL_QUARANTINE
-from .rate_limit import SCATTER_BYTES_PER_S, RateLimiter
+from .path_choice import ALL_QUARANTINE
 from .rooms import DecodeSide
+from .scatter import SCATTER_BYTES_PER_S, RateLimiter
 
 
 class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
@@ -141,28 +140,23 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
     ) -> ReceptionHandle:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.open`."""
         room = RoomId(arguments.room_id(room))
-        tag = arguments.octets(tag, f"{room_name(room)}: tag")
+        name = room_name(room)
+        tag = arguments.octets(tag, f"{name}: tag")
         arguments.one(source, "source", Source)
         own = self._options.of_room(total_s, claim_s)
-        with self._admission.enter(room_name(room)):
-            if self._side.quarantined > ALL_QUARANTINE * self._ring_bytes:
-                raise QuarantineFullError(
-                    f"{room_name(room)}: {self._side.quarantined} of {self._ring_bytes} ring bytes wait for evidence",
-                    room=room,
-                )
-            key = self._new_key(room)
-            handle = ReceptionHandle(key, self._pool, self.driver, self._side, self._selection)
-            self._ids.add(room, handle)
-            self.driver.post(partial(self._side.open, key, handle, source, own, tag))
+        self.driver.check(name)
+        stuck = self._side.quarantined
+        if stuck > ALL_QUARANTINE * self._ring_bytes:
+            raise QuarantineFullError(f"{name}: {stuck} of {self._ring_bytes} ring bytes wait for evidence", room=room)
+        key = self._new_key(room)
+        handle = ReceptionHandle(key, self._pool, self.driver, self._side, self._selection)
+        self._ids.add(room, handle)
+        self.driver.post(partial(self._side.open, key, handle, source, own, tag), name)
         return handle
 
     def _memory(self) -> Usage:
         leased, stuck = self._ring.live_bytes, self._side.quarantined
         return Usage({}, ring_bytes=self._ring_bytes, ring_used_bytes=leased, quarantined_bytes=stuck)
-
-    def inspect(self) -> DecodeInspection:
-        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return self._side.inspect()
 
 
 def _usable(wanted: str, pool: MemoryPool, transports: Transports) -> tuple[tuple[TransferPlanner, ...], bool]:

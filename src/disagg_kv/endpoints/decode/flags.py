@@ -32,12 +32,12 @@ class FlagPage:
     """The slots of a decode rank; on the thread that advances.
 
     Args:
-        memory: of a number of blocks, which peers of this host map; None: there are none.
+        memory: of a number of blocks, which peers of this host map.
     """
 
-    def __init__(self, memory: Buffer | None) -> None:
-        self.words: Sequence[int] = () if memory is None else words_of(memory)
-        self.blocks = 0 if memory is None else memory.nbytes // BLOCK_BYTES
+    def __init__(self, memory: Buffer) -> None:
+        self.words: Sequence[int] = words_of(memory)
+        self.blocks = memory.nbytes // BLOCK_BYTES
         self._free = list(range(self.blocks))
         self._used: dict[int, PeerSession] = {}
         self._value = 1
@@ -99,11 +99,11 @@ class RoomFlags:
     A look costs the same for few rooms and for many: it compares the next word of every block at once.
 
     Args:
-        memory: of the page; None: frames alone tell.
+        memory: of the page.
         epoch, host: of this endpoint.
     """
 
-    def __init__(self, memory: Buffer | None, epoch: Epoch, host: str) -> None:
+    def __init__(self, memory: Buffer, epoch: Epoch, host: str) -> None:
         self._epoch = epoch
         self._host = host
         self.page = page = FlagPage(memory)
@@ -120,8 +120,10 @@ class RoomFlags:
 
     def follow(self, room: DecodeRoom) -> None:
         """An event of a room was handled: from now on its flags are read, or are not any more."""
+        if not room.flags:
+            return
         moving = room.machine.moving
-        if not room.flags or moving == (room.flags[0][0] // BLOCK in self._lines):
+        if moving == (room.flags[0][0] // BLOCK in self._lines):
             return
         for remote, (slot, left, value) in zip(room.remotes, room.flags, strict=True):
             if moving:

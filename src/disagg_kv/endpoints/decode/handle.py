@@ -13,11 +13,10 @@ from ... import arguments
 from ...core import RoomKey
 from ...errors import AbortedError, DisaggKVError, EndpointBrokenError, GeometryError, LocalProtocolError
 from ...geometry import ENDLESS, PageTable
-from ...ids import GroupId, room_name
+from ...ids import GroupId
 from ...memory import Event, MemoryPool
 from ...strategies import Selection
-from ..cached_prefix import after, first_row
-from ..expectation import Expectation
+from ..expectation import Expectation, after, first_row
 from ..handle import RoomHandle, check_states, check_tables
 from ..loop.driver import Driver
 
@@ -73,16 +72,16 @@ class ReceptionHandle(RoomHandle):
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """See :meth:`~disagg_kv.endpoints.api.Reception.expect`."""
-        where = room_name(self.room)
+        where = self._name
         wanted = arguments.one(expectation, f"{where}: expectation", Expectation)
         if self._expected:
             raise LocalProtocolError(f"{where}: expect was called already")
         checked = self._checked(where, wanted)
         if wanted.aux is not None:
             self._pool.read_aux(wanted.aux)
-        with self._driver.admission.enter(where):
-            self._expected = True
-            self._driver.post(partial(self._side.expect, self._key, checked))
+        self._driver.check(where)
+        self._expected = True
+        self._driver.post(partial(self._side.expect, self._key, checked), where)
         return {g.id: checked.start for g in self._pool.site.token_groups}
 
     def _checked(self, where: str, wanted: Expectation) -> CheckedExpectation:
@@ -109,7 +108,7 @@ class ReceptionHandle(RoomHandle):
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
-        if not self._driver.admission.ended:
+        if not self._driver.closed:
             with suppress(EndpointBrokenError):  # which has failed the room
-                error = AbortedError(f"{room_name(self.room)}: {reason}")
+                error = AbortedError(f"{self._name}: {reason}")
                 self._driver.post(partial(self._side.abort, self._key, error))

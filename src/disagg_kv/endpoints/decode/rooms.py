@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from math import inf
@@ -35,7 +34,7 @@ from ...core import (
 )
 from ...core.timers import Timers
 from ...core.wire.frames import Done, Expected
-from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
+from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
@@ -45,7 +44,8 @@ from ...staging import GrantQueue, Lease
 from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..arrivals import Arrivals
-from ..handle import ChangeQueue
+from ..handle import ENDED, ChangeQueue
+from ..loop.buffers import Receipts
 from ..loop.event_loop import EventLoop
 from ..loop.timing import Budget
 from ..peers.directory import LookupResult
@@ -53,25 +53,23 @@ from ..peers.handshake import RemoteEndpoint
 from ..peers.session import PeerSession
 from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
-from .expecting import PendingExpectations
 from .flags import RoomFlags
 from .handle import CheckedExpectation, ReceptionHandle
-from .inspection import DecodeInspection
-from .path_choice import PathChooser
-from .quarantine import check_quarantine
-from .rate_limit import RateLimiter
-from .receipts import Receipts
+from .path_choice import PathChooser, PendingExpectations, quarantine_full
 from .room import DecodeRoom
-from .scatter import ScatterQueue
-
-log = logging.getLogger("disagg_kv")
+from .scatter import RateLimiter, ScatterQueue
 
 TICK_S = 0.02
 """Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
 
 
 class DecodeSide:
-    """Everything here runs on the thread that advances."""
+    """Everything here runs on the thread that advances. ``exposes``: prefill may write straight to pages.
+
+    ``rooms`` are not forgotten; ``queue`` has their leases, and who waits for one; ``scatters`` go from ring to pages.
+    """
+
+    patience_s = 0.0  # decode's forward passes are not announced
 
     def __init__(
         self,
@@ -86,16 +84,16 @@ class DecodeSide:
         pace: RateLimiter | None,
         flags: Buffer | None,
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._pool = pool
         self._ring = ring
-        self._queue = queue
-        self._exposed = exposed
+        self.queue = queue
+        self.exposes = exposed
         self._changes = changes
         self._expectations = PendingExpectations(loop, pool, PathChooser(loop.me), verify)
-        self._rooms: dict[RoomKey, DecodeRoom] = {}
+        self.rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
-        self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
+        self.scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._receipts = Receipts(loop.send)
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
@@ -103,43 +101,42 @@ class DecodeSide:
         self._handling = False
         self._arrivals = Arrivals(loop, self._receipts.send)
         self._timers: Timers[RoomKey] = Timers()
-        self.flags = RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
+        self.flags = None if flags is None else RoomFlags(flags, loop.me.epoch, loop.me.incarnation.process.host)
         self._lively_at = 0.0
         self.quarantined = 0
 
     @property
     def open_rooms(self) -> int:
         """Rooms that are not forgotten yet; of those that failed before prefill was found, nothing is awaited."""
-        return len(self._rooms) - sum(map(len, self._discovery.unmet.values()))
-
-    def inspect(self) -> DecodeInspection:
-        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, self._scatters.inspect(), self._exposed)
+        return len(self.rooms) - sum(map(len, self._discovery.unmet.values()))
 
     # Commands of the engine, on this thread.
 
     def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, own: Options, tag: bytes) -> None:
         """Begin a room with its own times: find its prefill ranks."""
-        now = self._loop.now
-        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag, source.instance)
+        now = self.loop.now
+        machine = ReceiveRoom(key.room, key.generation, self.loop.me.epoch, own, now, tag, source.instance)
         room = DecodeRoom(key, machine, handle, source, now, own.soon_s)
         handle.report.opened = now
-        self._rooms[key] = room
-        self._loop.vote(key, None, "")
+        self.rooms[key] = room
+        self.loop.vote(key, None, "")
         self._discovery.add(room)
         self._meet()
-        if (error := self._loop.ranks.superseded) is not None:
+        if (error := self.loop.ranks.superseded) is not None:
             self._handle(room, Cancel(error))
         self._publish(room)
 
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Rows are awaited. They are asked for once the room's prefill ranks are known."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is not None:
             room.wanted, room.ready = wanted, wanted.ready
-            if room.plans is not None:
-                self._expectations.add(room)
-                self._ask()
+            self._await(room)
+
+    def _await(self, room: DecodeRoom) -> None:
+        if room.wanted is not None and room.plans is not None:
+            self._expectations.add(room)
+            self._ask()
 
     def _ask(self) -> None:
         """Ask prefill for rows once a room's pages may be written."""
@@ -148,7 +145,7 @@ class DecodeSide:
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is not None:
             room.given_up = room.machine.error is None
             self._handle(room, Cancel(error))
@@ -160,7 +157,7 @@ class DecodeSide:
 
         As many as a step allows; True: more are left.
         """
-        budget, outcomes = self._loop.budget(), self._discovery.outcomes
+        budget, outcomes = self.loop.budget(), self._discovery.outcomes
         self._tell(budget)
         while outcomes and budget.take():
             self._end_search(outcomes.popleft())
@@ -177,7 +174,7 @@ class DecodeSide:
 
     def _end_search(self, outcome: Found | Unreachable) -> None:
         room = outcome.room
-        if self._rooms.get(room.key) is not room:
+        if self.rooms.get(room.key) is not room:
             return
         if isinstance(outcome, Unreachable):
             # If it has failed already, the ranks that come all the same learn that.
@@ -187,32 +184,28 @@ class DecodeSide:
             for remote in outcome.remotes:
                 self._inform(room, remote.epoch)
             self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
-        elif any(self._loop.there(remote.epoch) is None for remote in outcome.remotes):
+        elif any(self.loop.there(remote.epoch) is None for remote in outcome.remotes):
             self._discovery.add(room)
+        elif (full := quarantine_full(self.queue, self._ring.nbytes, outcome.remotes)) is not None:
+            self._handle(room, Cancel(full))
         else:
-            try:
-                check_quarantine(self._queue, self._ring.nbytes, outcome.remotes)
-            except QuarantineFullError as exc:
-                self._handle(room, Cancel(exc))
-            else:
-                self._introduce(room, outcome.remotes)
+            self._introduce(room, outcome.remotes)
 
     def _introduce(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> None:
         """Begin a room with its prefill ranks."""
         room.remotes, site = remotes, self._pool.site
         writers = tuple(r.epoch for r in remotes)
         for epoch in writers:
-            self._loop.use(epoch, room.used)
+            self.loop.use(epoch, room.used)
         first = room.used[0]
         if first.plans is None:
             first.plans = InstancePlans.of(remotes[0].shards_as(site.spec), site)
         room.plans = first.plans
         pace = next((one.pace for one in room.used if one.pace is not None), None)
         rank_plan = room.plans.rank_plan(room.plans.rotation(room.key.room))
-        self._handle(room, Introduced(writers, rank_plan, pace, self.flags.issue(room)))
-        if room.wanted is not None:
-            self._expectations.add(room)
-            self._ask()
+        flags = () if self.flags is None else self.flags.issue(room)
+        self._handle(room, Introduced(writers, rank_plan, pace, flags))
+        self._await(room)
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
@@ -222,8 +215,8 @@ class DecodeSide:
     def on_up(self, session: PeerSession) -> None:
         """A prefill rank is connected."""
         session.gone = False
-        self._queue.connect(session.epoch)
-        self._queue.resume(session.epoch)
+        self.queue.connect(session.epoch)
+        self.queue.resume(session.epoch)
         self._discovery.inform(*self._discovery.unmet)
         self._discovery.on_up(session.hello.address)
         self._meet()
@@ -241,47 +234,50 @@ class DecodeSide:
 
     def on_lost(self, lost: Lost) -> None:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
-        self._take_flags()
+        if self.flags is not None:
+            self._take_flags(self.flags)
         for room in self._with(lost.peer):
             self._handle(room, lost)
-        self._queue.forget(lost.peer)
+        self.queue.forget(lost.peer)
 
     def forget(self, session: PeerSession) -> None:
         """Nothing is kept of a rank that is not there."""
-        self._queue.forget(session.epoch)
-        self.flags.page.forget(session)
+        self.queue.forget(session.epoch)
+        if self.flags is not None:
+            self.flags.page.forget(session)
 
     def on_gone(self, session: PeerSession) -> None:
         """Evidence: it writes nothing more."""
         for room in self._with(session.epoch):
             self._handle(room, Gone(session.epoch))
-        self.flags.page.gone(session)
+        if self.flags is not None:
+            self.flags.page.gone(session)
 
     def _with(self, epoch: Epoch) -> list[DecodeRoom]:
-        return [r for r in self._rooms.values() if epoch in r.machine.writers]
+        return [r for r in self.rooms.values() if epoch in r.machine.writers]
 
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
-        room = self._rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
-        if isinstance(frame, Done | Expected) and (session := self._loop.there(epoch)) is not None:
+        room = self.rooms.get(RoomKey(RoomId(frame.room), Generation(frame.generation)))
+        if isinstance(frame, Done | Expected) and (session := self.loop.there(epoch)) is not None:
             session.learn(frame)
         if room is not None and epoch in room.machine.writers:
             try:
                 self._handle(room, frame)
             except RemoteProtocolError as exc:
-                registry = self._loop.sessions
+                registry = self.loop.sessions
                 self._handle(room, Cancel(exc.about(registry.name(epoch), **registry.who(epoch))))
         elif room is None or room.machine.error is not None:
             self._arrivals.answer(frame)
         else:
-            self._loop.observer.count("frames.not_a_writer")
+            self.loop.observer.count("frames.not_a_writer")
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is not None:
             self._handle(room, decided)
 
@@ -308,8 +304,9 @@ class DecodeSide:
                 room, event = self._events.popleft()
                 if room.machine.state is not Receiving.CLOSED:
                     self._touched[room] = None
-                    effects = room.machine.handle(event, self._loop.now)
-                    self.flags.follow(room)
+                    effects = room.machine.handle(event, self.loop.now)
+                    if self.flags is not None:
+                        self.flags.follow(room)
                     self._apply(room, effects)
         finally:
             self._handling = False
@@ -328,25 +325,25 @@ class DecodeSide:
                 case Reserve():
                     self._reserve(room, effect)
                 case Free(segment):
-                    self._scatters.drop(room.key, segment)
-                    self._queue.cancel((room.key, segment))
-                    self._queue.release((room.key, segment))
+                    self.scatters.drop(room.key, segment)
+                    self.queue.cancel((room.key, segment))
+                    self.queue.release((room.key, segment))
                     freed = True
                 case Quarantine(segment):
-                    self._scatters.drop(room.key, segment)
-                    self._queue.quarantine((room.key, segment))
+                    self.scatters.drop(room.key, segment)
+                    self.queue.quarantine((room.key, segment))
                     moved = True
                 case Prepare():
-                    self._scatters.prepare(room, effect)
+                    self.scatters.prepare(room, effect)
                 case Scatter():
-                    self._scatters.add(room, effect)
+                    self.scatters.add(room, effect)
                 case Store(data):
                     if (error := room.store(self._pool, data)) is not None:
                         self._handle(room, Cancel(error))
                 case _:
                     raise LocalProtocolError(f"a receiving room asked for {effect}")
         if moved or freed:
-            self.quarantined = self._queue.quarantined_bytes()
+            self.quarantined = self.queue.quarantined_bytes()
         if freed:
             self._grant()
 
@@ -357,52 +354,53 @@ class DecodeSide:
         if not vote.ok and not room.machine.writers:
             self._discovery.unmet.setdefault(room.source, {})[room.key] = room
             self._discovery.inform(room.source)
-            self._tell(self._loop.budget())
+            self._tell(self.loop.budget())
         if vote.ok and room.handle.report.placed is None:
-            room.handle.report.placed = self._loop.clock()
-        self._loop.vote(room.key, vote.ok, vote.reason)
+            room.handle.report.placed = self.loop.clock()
+        self.loop.vote(room.key, vote.ok, vote.reason)
 
     def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:
         key = (room.key, effect.segment)
         try:
-            lease = self._queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
+            lease = self.queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
         except OversizeError as exc:
-            name, sizes = self._loop.sessions.name(effect.peer), f"{exc.asked} bytes, at most {exc.capacity}"
+            name, sizes = self.loop.sessions.name(effect.peer), f"{exc.asked} bytes, at most {exc.capacity}"
             large = f"{room.name}: {name} asks for too large a lease: {sizes}"
-            self._handle(room, Cancel(RemoteProtocolError(large, **self._loop.sessions.who(effect.peer))))
+            self._handle(room, Cancel(RemoteProtocolError(large, **self.loop.sessions.who(effect.peer))))
             return
-        if self._loop.observed:
-            room.queued.setdefault(effect.segment, self._loop.now)
+        if self.loop.observed:
+            room.queued.setdefault(effect.segment, self.loop.now)
         if lease is not None:
             self._leased(room, effect.segment, lease)
         else:
             self._grant()
 
     def _grant(self) -> None:
-        for (key, segment), lease in self._queue.grants():
-            self._leased(self._rooms[key], segment, lease)  # a room that closes has cancelled its requests
+        for (key, segment), lease in self.queue.grants():
+            self._leased(self.rooms[key], segment, lease)  # a room that closes has cancelled its requests
 
     def _leased(self, room: DecodeRoom, segment: Segment, lease: Lease) -> None:
         since = room.queued.pop(segment, None)
         if since is not None:
-            self._loop.observer.span(Span("queue", room.key.room, since, self._loop.now, labels=segment.labels()))
+            self.loop.observer.span(Span("queue", room.key.room, since, self.loop.now, labels=segment.labels()))
         self._handle(room, Leased(segment, lease))
 
     def work(self) -> bool:
         """Take in flags, finish scatters, start those that are due, and prepare one that follows."""
-        more = self._take_flags()
+        more = self.flags is not None and self._take_flags(self.flags)
+        expecting = self._expectations.waiting
         if self._discovery.outcomes or self._discovery.untold:
             more |= self._meet()
         if self._receipts.waiting:
             self._receipts.flush()
-        if self._expectations:
+        if expecting:
             self._ask()
-        scatters = self._scatters
+        scatters = self.scatters
         if not scatters.active:
-            return more or bool(self._expectations)
-        if not self._loop.may_copy(scatters.queues):
+            return more or bool(expecting)
+        if not self.loop.may_copy(scatters.queues):
             return True
-        budget = self._loop.budget()
+        budget = self.loop.budget()
         scatters.look()
         # First, so that a GPU has something to do while this thread acts on those that have ended.
         while budget.take() and scatters.start():
@@ -410,17 +408,18 @@ class DecodeSide:
         self._take_scattered()
         if self._receipts.waiting:
             self._receipts.flush()
-        scatters.prepare_one()
-        return more or scatters.waits or budget.spent or bool(self._expectations)
+        if scatters.prepared.waiting:
+            scatters.prepare_one()
+        return more or scatters.waits or budget.spent or bool(expecting)
 
-    def _take_flags(self) -> bool:
-        raised = self.flags.look()
+    def _take_flags(self, flags: RoomFlags) -> bool:
+        raised = flags.look()
         for landed in raised:
-            self._loop.of_peer(Epoch(landed.src), self.on_frame, landed)
+            self.loop.of_peer(Epoch(landed.src), self.on_frame, landed)
         return bool(raised)
 
     def _take_scattered(self) -> None:
-        while (ended := self._scatters.outcome()) is not None:
+        while (ended := self.scatters.outcome()) is not None:
             self._handle(*ended)
 
     def _publish(self, room: DecodeRoom) -> None:
@@ -428,73 +427,74 @@ class DecodeSide:
         if machine.error is not None:
             # Before the engine learns that it failed.
             unsettled, peers = room.unsettled(self._pool.site.page_bytes), [remote.epoch for remote in room.remotes]
-            self._loop.sessions.hold(room.key, unsettled, peers)
-        phase, released = machine.phase, machine.released
-        room.account(self._loop.now, released=released)
-        if not handle.shows(phase, released):
-            error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
-            handle.publish(phase, released, error, self._loop.clock())
+            self.loop.sessions.hold(room.key, unsettled, peers)
+        now, report, inbound, phase = self.loop.now, handle.report, machine.inbound, machine.phase
+        released = phase in ENDED and machine.released
+        report.segments, report.nbytes = inbound.segments_placed, inbound.bytes_placed
+        report.transport = machine.transport
+        if released and "total" not in report.seconds:
+            report.spend("total", now - room.opened)
+        if (state := (phase, released)) != handle.state:
+            error = machine.error and self.loop.pauses.explain(machine.error, room.opened, now)
+            handle.publish(state, error, self.loop.clock())
             self._changes.add(handle)
-        if self._rooms.get(room.key) is not room:
+        if self.rooms.get(room.key) is not room:
             return
         if machine.state is not Receiving.CLOSED:
-            self._timers.by(room.key, self._loop.now + room.soon_s)
+            self._timers.by(room.key, now + room.soon_s)
         else:
-            del self._rooms[room.key]
+            del self.rooms[room.key]
             self._timers.schedule(room.key, None)
-            self._loop.release(room.used)
-            self.flags.ended(room)
+            self.loop.release(room.used)
+            if self.flags is not None:
+                self.flags.ended(room)
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
-            self._loop.remember(machine.writers, room.key, ended)
-            if self._loop.observed:
-                span = room_span(room.key.room, room.opened, self._loop.now, handle.report, machine.error)
-                self._loop.observer.span(span)
+            self.loop.remember(machine.writers, room.key, ended)
+            if self.loop.observed:
+                span = room_span(room.key.room, room.opened, now, report, machine.error)
+                self.loop.observer.span(span)
 
     # Time.
 
     def tick(self) -> None:
         """Deadlines, repeats, and look-ups of prefill instances."""
-        now, peers = self._loop.now, self._loop.peers
+        now, peers = self.loop.now, self.loop.peers
         self._discovery.tick()
         for key in self._timers.due(now):
-            self._handle(self._rooms[key], Tick())
-            if (room := self._rooms.get(key)) is not None:
+            self._handle(self.rooms[key], Tick())
+            if (room := self.rooms.get(key)) is not None:
                 self._timers.schedule(key, room.machine.next_at())
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
-            for epoch in tuple(self._queue.active):
-                if self._loop.there(epoch) is None or peers.lively(epoch, now):
-                    self._queue.resume(epoch)
+            for epoch in tuple(self.queue.active):
+                if self.loop.there(epoch) is None or peers.lively(epoch, now):
+                    self.queue.resume(epoch)
                 else:
-                    self._queue.suspend(epoch)
+                    self.queue.suspend(epoch)
             self._grant()
-
-    @property
-    def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.loop.side.Side`: decode's forward passes are not announced."""
-        return 0.0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = [self._timers.next_at(), self._scatters.ready_at, self._discovery.next_at()]
-        if self._queue.waiting:
+        times = [self._timers.next_at(), self.scatters.ready_at, self._discovery.next_at()]
+        if self.queue.waiting:
             times.append(self._lively_at)
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        for room in list(self._rooms.values()):
+        for room in list(self.rooms.values()):
             if not (unmet and room.machine.writers):
                 self._handle(room, Cancel(error))
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        self._queue.check_integrity()
-        self.flags.check_integrity(self._rooms.values(), self._loop.peers.all())
+        self.queue.check_integrity()
+        if self.flags is not None:
+            self.flags.check_integrity(self.rooms.values(), self.loop.peers.all())
         unmet = {key for rooms in self._discovery.unmet.values() for key in rooms}
-        assert unmet <= self._rooms.keys()
-        for room in self._rooms.values():
+        assert unmet <= self.rooms.keys()
+        for room in self.rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()
-        self._scatters.check_integrity(self._queue, self._rooms.values())
+        self.scatters.check_integrity(self.queue, self.rooms.values())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from attrs import define, frozen
 
+from ... import arguments
 from ...core import Prepare, RoomKey, Scatter, Scattered
 from ...errors import IntegrityError
 from ...geometry import read_as
@@ -27,12 +28,46 @@ from ...trace import Span
 from ..checksums import compare, layer_sums
 from ..loop.event_loop import EventLoop
 from ..prepared import PreparedLaunches
-from .inspection import ScatterInspection
-from .rate_limit import RateLimiter
 from .room import DecodeRoom
 
 ENTRIES = 256
 """Planes of parts that one launch takes, about: what it needs for them, and for as many pages, was allocated before."""
+
+SCATTER_BYTES_PER_S = 100e9
+"""The default: 5 % of the time of an H200 that scatters 2.09e12 bytes a second, which is more than a 400 Gbit/s wire
+brings (benchmarks/results/h200_kernels.json counts reads and writes)."""
+
+BURST_S = 0.02
+"""Seconds of the pace that may be used at once after a pause: what arrives within one step of decoding. A request of 1
+or 2 GiB then comes as fast as NVLink brings it. It costs the step in which it comes 1 ms of an H200's scatter rate."""
+
+
+class RateLimiter:
+    """A token bucket. Work of any size passes, and what follows waits the longer.
+
+    Args:
+        bytes_per_s: the pace.
+        burst_s: seconds of it that a pause saves up.
+
+    Attributes:
+        ready_at: when the next piece of work may begin.
+
+    Raises:
+        ConfigurationError: a number that is not positive.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
+        self._pace = arguments.positive(bytes_per_s, "scatter_bytes_per_s")
+        self._burst = arguments.seconds(burst_s, "burst_s")
+        self.ready_at = float("-inf")
+
+    def ready(self, now: float) -> bool:
+        """Whether work may begin now."""
+        return now >= self.ready_at
+
+    def begin(self, nbytes: int, now: float) -> None:
+        """Begin work of ``nbytes`` bytes; unused time counts up to the burst."""
+        self.ready_at = max(self.ready_at, now - self._burst) + nbytes / self._pace
 
 
 @define(eq=False)
@@ -75,6 +110,12 @@ class ScatterQueue:
     Arrivals must not hold up what is being decoded, so each waits until the pace allows it. What may begin in one
     step is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
     gets its bytes back as early as it can.
+
+    Attributes:
+        waiting: segments that have arrived.
+        barred: those of them whose pages may not be written yet.
+        running: scatters that were launched and have not ended.
+        prepared: what is prepared, and what is to be.
     """
 
     def __init__(
@@ -92,9 +133,9 @@ class ScatterQueue:
         self._together = self.queues = isinstance(kernels, SupportsStreams)
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
         self._pace = pace
-        self._waiting: deque[tuple[DecodeRoom, Scatter]] = deque()
-        self._barred: list[tuple[DecodeRoom, Scatter]] = []
-        self._running: list[_Scattering] = []
+        self.waiting: deque[tuple[DecodeRoom, Scatter]] = deque()
+        self.barred: list[tuple[DecodeRoom, Scatter]] = []
+        self.running: list[_Scattering] = []
         self._over: deque[tuple[_Scattering, Exception | None]] = deque()
         self.prepared: PreparedLaunches[_At, _Order, _Places, _PreparedScatter] = PreparedLaunches(loop, "scatters")
 
@@ -106,14 +147,14 @@ class ScatterQueue:
     def add(self, room: DecodeRoom, effect: Scatter) -> None:
         """A segment has arrived: what is prepared for it, and need not wait, is launched before this thread goes on."""
         if room.ready is not None:
-            self._barred.append((room, effect))
+            self.barred.append((room, effect))
             self._admit()
         else:
             self._enqueue(room, effect)
 
     def _admit(self) -> None:
         """Queue what has arrived for pages that may be written now."""
-        barred, self._barred = self._barred, []
+        barred, self.barred = self.barred, []
         for room, effect in barred:
             try:
                 writable = room.writable()
@@ -123,36 +164,37 @@ class ScatterQueue:
             if writable:
                 self._enqueue(room, effect)
             else:
-                self._barred.append((room, effect))
+                self.barred.append((room, effect))
 
     def _enqueue(self, room: DecodeRoom, effect: Scatter) -> None:
-        first = not self._waiting
-        self._waiting.append((room, effect))
+        first = not self.waiting
+        self.waiting.append((room, effect))
         ready = self.prepared.ready.get((room.key, effect.segment)) if first and self._together else None
         if ready is not None and ready.condition == effect.parts:
             self._next()
 
     def drop(self, room: RoomKey, segment: Segment) -> None:
         """A segment has no lease any more, or its room has failed: nothing will be launched for it."""
-        self.prepared.forget((room, segment))
+        if self._preparing is not None:
+            self.prepared.forget((room, segment))
 
     @property
     def ready_at(self) -> float | None:
         """When the pace lets the next one begin; None: nothing waits for it."""
-        return self._pace.ready_at if self._waiting and self._pace is not None else None
+        return self._pace.ready_at if self.waiting and self._pace is not None else None
 
     def look(self) -> None:
         """Take the scatters that have ended out of those that run, and queue those whose pages may be written now."""
-        if self._barred:
+        if self.barred:
             self._admit()
-        for one in list(self._running):
+        for one in list(self.running):
             try:
                 if one.event is not None and not one.event.query():
                     continue
                 error = one.error
             except Exception as exc:
                 error = exc
-            self._running.remove(one)
+            self.running.remove(one)
             self._over.append((one, error))
 
     def start(self) -> bool:
@@ -169,32 +211,33 @@ class ScatterQueue:
     @property
     def active(self) -> bool:
         """Whether there is anything to do, to prepare or to take."""
-        return bool(self._running or self._waiting or self._barred or self._over or self.prepared.waiting)
+        return bool(self.running or self.waiting or self.barred or self._over or self.prepared.waiting)
 
     @property
     def waits(self) -> bool:
         """Whether a scatter runs, or waits for its pages or to be prepared; none of these wakes this thread."""
-        return bool(self._running or self._barred or self.prepared.waiting)
+        return bool(self.running or self.barred or self.prepared.waiting)
 
     def _next(self) -> list[_Begun]:
         """Launch what may begin now and is prepared; the rest of what may begin now, in one launch, comes out."""
         begun: list[_Begun] = []
         entries = 0
-        while self._waiting and (self._together or not begun) and entries < ENTRIES:
-            room, effect = self._waiting[0]
+        while self.waiting and (self._together or not begun) and entries < ENTRIES:
+            room, effect = self.waiting[0]
             failed = room.machine.error is not None
             if not failed and self._pace is not None and not self._pace.ready(self._loop.now):
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             one = _Scattering(room, effect.segment, self._loop.clock())
             if failed:
                 self._over.append((one, None))
                 continue
-            self.prepared.waiting.pop((room.key, effect.segment), None)
-            ready = self.prepared.take((room.key, effect.segment), effect.parts)
-            if ready is not None:
-                self._launch(one, effect, ready)
-                continue
+            if self._preparing is not None:
+                self.prepared.waiting.pop((room.key, effect.segment), None)
+                ready = self.prepared.take((room.key, effect.segment), effect.parts)
+                if ready is not None:
+                    self._launch(one, effect, ready)
+                    continue
             try:
                 moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
             except Exception as exc:
@@ -266,7 +309,7 @@ class ScatterQueue:
         if one.event is None:
             self._over.append((one, one.error))
         else:
-            self._running.append(one)
+            self.running.append(one)
 
     def _finish(self, one: _Scattering, error: Exception | None) -> tuple[DecodeRoom, Scattered]:
         now = self._loop.clock()
@@ -312,12 +355,6 @@ class ScatterQueue:
             source = read_as(room.remotes[rank].site, self._pool.site.spec)
             found = room.pairs[rank] = room.plans.pair(rotation, rank, source, rows)
         return found
-
-    def inspect(self) -> ScatterInspection:
-        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return ScatterInspection(
-            [*self._waiting, *self._barred], self._running, self.prepared.waiting, self.prepared.ready
-        )
 
     def check_integrity(self, leases: GrantQueue[Epoch, _At], rooms: Collection[DecodeRoom]) -> None:
         """Raise AssertionError unless all that is prepared, or will be, lies in a lease of one of these rooms."""

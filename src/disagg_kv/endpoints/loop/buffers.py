@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Callable
 
 from attrs import define, field
+from msgspec.structs import replace
 
 from ...channels import MAX_FRAME, MAX_TOGETHER, Arrived, Channel, News, SupportsBatches, check_frame
+from ...core import Send
+from ...core.wire.frames import Complete, Landed
 from ...errors import ConfigurationError, text_of
+from ...ids import Epoch
 from ...trace import Observer
 from ..peers.limited_log import LimitedLog
-from .timing import Budget
 
 STALLED_S = 0.5
 """A thread that has not asked the channel for this many seconds was stopped, perhaps with its whole process."""
@@ -69,11 +72,6 @@ class ReceiveBuffer:
     def caught_up(self) -> float | None:
         """Up to when all that had come has been taken in; None: some of it is left."""
         return None if self.left else self._asked
-
-    def take(self, budget: Budget, take_in: Callable[[News], None]) -> None:
-        """Take in what the budget allows."""
-        while self.left and budget.take():
-            take_in(self.left.popleft())
 
 
 @define
@@ -142,3 +140,35 @@ class SendBuffer:
             sent = False
         if not sent:
             self._observer.count("frames.dropped", len(frames))
+
+
+class Receipts:
+    """Sends what a room sends, but one ``Landed`` per room and writer for all that landed in a step.
+
+    ``Complete`` acknowledges the same, so a ``Landed`` in ``waiting`` is dropped then.
+
+    Args:
+        send: sends a frame.
+    """
+
+    def __init__(self, send: Callable[[Send], None]) -> None:
+        self._send = send
+        self.waiting: dict[tuple[Epoch, bytes, int], Landed] = {}
+
+    def send(self, send: Send) -> None:
+        """Send a frame now; a ``Landed`` with the next :meth:`flush`."""
+        frame = send.frame
+        if isinstance(frame, Landed):
+            key = send.to, frame.room, frame.generation
+            before = self.waiting[key].segments if key in self.waiting else ()
+            self.waiting[key] = replace(frame, segments=(*before, *frame.segments))
+            return
+        if isinstance(frame, Complete):
+            self.waiting.pop((send.to, frame.room, frame.generation), None)
+        self._send(send)
+
+    def flush(self) -> None:
+        """Send all that waits."""
+        waiting, self.waiting = self.waiting, {}
+        for (to, _, _), frame in waiting.items():
+            self._send(Send(to, frame))

@@ -29,16 +29,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from queue import SimpleQueue
+from threading import get_ident
 from types import FrameType
 
+from attrs import Factory, define
+
 from ... import arguments
-from ...errors import AbortedError, DisaggKVError, EndpointBrokenError
+from ...errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
 from ...memory import undisturbed
 from ..latch import Latch
 from .event_loop import EventLoop
 from .failures import Broken
 from .timing import BUDGET_S, Rest
-from .turn import Admission, Claim, Turn
 
 STEP_S = 1.0
 """The longest single wait; whatever happens wakes the thread earlier."""
@@ -70,6 +72,58 @@ PATIENCE_S = 2e-4
 """How long an engine's call that carries data tries."""
 
 
+@define(eq=False)
+class Claim:
+    """One time that a thread wants the turn.
+
+    Args:
+        owner: ident of the thread.
+        over: it does not want the turn, or has given it back.
+        follower: the claim that took the turn after this one, if any; to set it is one step of the interpreter.
+    """
+
+    owner: int = Factory(get_ident)
+    over: bool = False
+    follower: dict[None, Claim] = Factory(dict)
+
+
+class Turn:
+    """Taken by the thread that advances, and given back by it. Taking never waits.
+
+    As it is used::
+
+        claim = Claim()
+        try:
+            if turn.take(claim):
+                ...
+        finally:
+            claim.over = True
+
+    A ``KeyboardInterrupt`` may end a call after any call that it makes, and a signal handler may make calls of its own
+    there. So a turn is no lock: one that is acquired right before an interrupt is never given back. A claim is made
+    before it is used, and the interpreter looks for no signal between the end of ``try`` and the store after it.
+    """
+
+    def __init__(self) -> None:
+        self._known = Claim(over=True)  # the last one that took the turn, or one before it
+
+    def mine(self) -> bool:
+        """Whether the calling thread has it: further up its stack it advances."""
+        last = self._known
+        while (follower := last.follower.get(None)) is not None:
+            last = follower
+        return not last.over and last.owner == get_ident()
+
+    def take(self, claim: Claim) -> bool:
+        """Try to get it; False: another claim has it, of this thread or of another one."""
+        last = self._known
+        while last.over:  # so is each one that has a follower
+            last = self._known = last.follower.setdefault(None, claim)
+            if last is claim:
+                return True
+        return False
+
+
 class Driver:
     """Advances an event loop until it is closed: in the engine's calls, and on a thread of its own, if there is one.
 
@@ -85,6 +139,9 @@ class Driver:
         break_down: fails what the engine still has a handle of and has not ended.
         thread: whether there is one.
         engine: whether the engine's calls advance the loop.
+
+    Attributes:
+        closed: ``close`` was called: no call is taken any more.
     """
 
     def __init__(
@@ -109,15 +166,10 @@ class Driver:
         self._fast = self._lent = False
         self._rest = Rest(0.0, 0.0)
         self._waits_until = -inf
-        self.admission = Admission(loop.home, loop.failures)
+        self.closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
         if self._thread is not None:
             self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        """True once ``close`` was called."""
-        return self.admission.ended
 
     @property
     def broken(self) -> EndpointBrokenError | None:
@@ -131,15 +183,40 @@ class Driver:
 
     # The engine's calls.
 
-    def post(self, command: Callable[[], None]) -> None:
+    def check(self, what: str) -> None:
+        """Raise if no call is taken any more; another thread may end that at any moment.
+
+        Every public call that queues something looks here first, and :meth:`post` looks once more when the command is
+        queued. The endpoint's last command aborts its rooms, and is queued after ``closed`` is set. If that was not set
+        yet, the call's command comes before the last one. If it was, the call is refused although it has queued
+        something, and its engine has no handle of what that begins. So a room that was accepted always ends. There is
+        no lock: a signal handler may close the endpoint wherever it interrupts a call.
+
+        Raises:
+            EndpointBrokenError: the endpoint has failed.
+            LocalProtocolError: the endpoint is closed, or this is a forked child of the process that has it.
+        """
+        self.loop.home.check()
+        if (error := self.loop.failures.broken) is not None:
+            raise error
+        if self.closed:
+            raise LocalProtocolError(f"{what}: the endpoint is closed")
+
+    def post(self, command: Callable[[], None], what: str = "") -> None:
         """Do something on the loop, in order: in this call, if no other thread advances; else that thread does it.
+
+        ``what``: the call that is refused if the endpoint was closed before this; empty: it is not.
 
         Raises:
             EndpointBrokenError: the endpoint has failed. What was posted before fails with it.
-            LocalProtocolError: this is a forked child of the process that has the endpoint.
+            LocalProtocolError: as :meth:`check`, or this is a forked child of the process that has the endpoint.
         """
+        if not what:
+            self.loop.home.check()
         self.loop.post(command)
         self.drive(PATIENCE_S)
+        if what and (self.closed or self.loop.failures.broken is not None):
+            self.check(what)
 
     def drive(self, patience_s: float = 0.0) -> None:
         """Advance on the calling thread, an engine's; where another thread advances, try for ``patience_s``.
@@ -149,7 +226,7 @@ class Driver:
         """
         if not self._engine:
             if self.loop.behind:
-                self._wake()
+                self.loop.channel.wake()
             return
         clock = self.loop.clock
         now = clock()
@@ -173,7 +250,7 @@ class Driver:
         if fast:
             self._engine_until = clock() + GAPS * gap
         if self.loop.behind:
-            self._wake()
+            self.loop.channel.wake()
 
     def wait(self, timeout_s: float, over: Callable[[], bool]) -> bool:
         """Lend the calling thread to the loop until ``over()``; False: that did not come within ``timeout_s``."""
@@ -256,15 +333,9 @@ class Driver:
             or (self._fast and loop.pending)
             or loop.now + loop.rest(STEP_S).seconds < waits_until - TURN_S  # the same time, but for rounding, is none
         ):
-            self._wake()
-
-    def _wake(self) -> None:
-        """Have the endpoint's thread look again at what is due.
-
-        ``_waits_until`` stays: until that thread has begun to wait, a later advance may take this wake-up from the
-        channel, and has to repeat it.
-        """
-        self.loop.channel.wake()
+            # ``_waits_until`` stays: until that thread has begun to wait, a later advance may take this wake-up from
+            # the channel, and has to repeat it.
+            loop.channel.wake()
 
     def _run(self) -> None:
         """The endpoint's thread."""
@@ -306,7 +377,7 @@ class Driver:
         """
         self.loop.home.check()
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
-        self.admission.end()
+        self.closed = True
         self._until = min(self._until, self.loop.clock() + drain_s)
         self._asked.put(None)
         if _advancing():

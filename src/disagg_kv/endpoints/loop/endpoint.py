@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Generic, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from attrs import evolve
 
 from ... import arguments
 from ...core import Alone, Phase, RoomKey
-from ...errors import DisaggKVError, text_of
-from ...ids import Epoch, Generation, RoomId
+from ...errors import DisaggKVError, LocalProtocolError, text_of
+from ...ids import Epoch, Generation, RoomId, room_name
 from ..handle import ChangeQueue, RoomHandle
 from ..peers.handshake import EndpointInfo
 from ..status import EndpointStatus, PeerInfo, RoomInfo, Usage
-from ..used_ids import UsedIds
 from .construction import Parts, helpers
 from .driver import Driver
 from .event_loop import EventLoop
@@ -26,6 +26,48 @@ from .side import Side
 
 H = TypeVar("H", bound=RoomHandle)
 S = TypeVar("S", bound=Side)
+
+
+class UsedIds(Generic[H]):
+    """The handles of rooms, by id, and the ids that were used last. The engine's thread alone changes them.
+
+    A room that is not released keeps its id while its handle lives. Of other ids the last ``most`` are remembered. The
+    protocol copes with an older id that is used again: the ranks of the instance agree on the new room, or it fails.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._used: OrderedDict[RoomId, None] = OrderedDict()
+        self._handles: WeakValueDictionary[RoomId, H] = WeakValueDictionary()
+
+    def check(self, room: RoomId) -> None:
+        """Raise unless a room may be opened under this id.
+
+        Raises:
+            LocalProtocolError: the id was used before.
+        """
+        last = self._handles.get(room)
+        if last is not None and not last.released:
+            raise LocalProtocolError(f"{room_name(room)} is open already")
+        if room in self._used:
+            raise LocalProtocolError(
+                f"{room_name(room)} was used already; a retry has its own id, see disagg_kv.endpoints.attempt_id"
+            )
+
+    def add(self, room: RoomId, handle: H) -> None:
+        """A room is opened."""
+        self._handles[room] = handle
+        self._used[room] = None
+        if len(self._used) > self._most:
+            self._used.popitem(last=False)
+
+    def get(self, room: RoomId) -> H | None:
+        """The handle of a room, while the engine has it."""
+        return self._handles.get(room)
+
+    def handles(self) -> list[H]:
+        """From any thread: every handle that the engine still has."""
+        return [handle for ref in self._handles.valuerefs() if (handle := ref()) is not None]
 
 
 class Endpoint(ABC, Generic[H, S]):
@@ -67,7 +109,6 @@ class Endpoint(ABC, Generic[H, S]):
         )
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.driver = Driver(self._loop, name, self._break_down, thread=environment.thread, engine=environment.engine)
-        self._admission = self.driver.admission
 
     def __repr__(self) -> str:
         return arguments.brief(self, self._text)
@@ -125,8 +166,9 @@ class Endpoint(ABC, Generic[H, S]):
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
-        with self._admission.enter("confirm_terminated"):
-            self.driver.post(partial(self._loop.confirm_terminated, self._loop.sessions.find(named)))
+        self.driver.check("confirm_terminated")
+        found = self._loop.sessions.find(named)
+        self.driver.post(partial(self._loop.confirm_terminated, found), "confirm_terminated")
 
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.close`."""
@@ -165,6 +207,13 @@ class Endpoint(ABC, Generic[H, S]):
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""
         self._side.check_integrity()
+
+    def inspect(self) -> S:
+        """What it knows, live, for tests and for the simulator, which look at it between two steps and change nothing.
+
+        Call it on the thread that steps the endpoint.
+        """
+        return self._side
 
     def _new_key(self, room: RoomId) -> RoomKey:
         """The key of a room that may be opened now.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
@@ -29,7 +29,6 @@ from ..peers.directory import Directory, LookupResult
 from ..peers.handshake import EndpointInfo, check_key
 from ..peers.session import Link, PeerSession
 from .buffers import ReceiveBuffer
-from .inspection import LoopInspection
 from .peering import Peering
 from .ranks import InstanceRanks
 from .side import Side
@@ -79,7 +78,7 @@ class EventLoop(Peering):
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, self._on_help, clock, options)
         self.commands: deque[Callable[[], None]] = deque()
-        self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
+        self.received = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self.budget_s = BUDGET_S
         self._last_words: Budget | None = None
@@ -96,9 +95,7 @@ class EventLoop(Peering):
 
         Raises:
             EndpointBrokenError: the endpoint has failed. What was posted before fails with it.
-            LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
-        self.home.check()
         self.commands.append(command)
         if self.failures.broken is not None:
             raise self.failures.broken
@@ -106,7 +103,7 @@ class EventLoop(Peering):
     @property
     def behind(self) -> bool:
         """Whether commands or frames wait that the last advance has not taken. From any thread."""
-        return bool(self.commands or self._receive_buffer.left)
+        return bool(self.commands or self.received.left)
 
     @property
     def pending(self) -> bool:
@@ -152,10 +149,12 @@ class EventLoop(Peering):
 
     def _hear(self, budget: Budget | None = None) -> bool:
         """Take in what has come, as far as a new budget or this one allows; False: nothing."""
-        if not self._receive_buffer.fetch():
+        if not self.received.fetch():
             return False
         self.now = self.clock()
-        self._receive_buffer.take(budget or self.budget(), self._on_channel)
+        left, budget = self.received.left, budget or Budget(self.clock, self.now + self.budget_s, self.most)
+        while left and budget.take():
+            self._on_channel(left.popleft())
         return True
 
     def _hear_last(self) -> None:
@@ -214,7 +213,7 @@ class EventLoop(Peering):
                 self.failures.met(exc)
 
     def _tick_peers(self) -> None:
-        if (at := self._receive_buffer.caught_up) is not None:
+        if (at := self.received.caught_up) is not None:
             self.peers.caught_up(at)
         self._peer_effects(self.peers.tick(self.now))
 
@@ -263,17 +262,6 @@ class EventLoop(Peering):
         last = self._ticked_at + IDLE_S
         self._stale, self._due_at = False, last if due is None else min(due, last)
         return due
-
-    def inspect(self) -> LoopInspection:
-        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return LoopInspection(
-            self.commands,
-            self._receive_buffer.left,
-            self.peers,
-            self.sessions,
-            self.verdict,
-            self.ranks,
-        )
 
     def _end_rooms(self, error: DisaggKVError) -> None:
         self._due_at = -inf
@@ -374,7 +362,8 @@ class EventLoop(Peering):
             session = self.peers.known(Epoch(frame.src))
             if session is not None and session.hello.role == self.me.role:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
-            if not self.connections.hold(session, frame, nbytes, self.side.on_frame):
+            linked = session is None or session.link is None or session.link.linked
+            if linked or not self.connections.hold(session, frame, nbytes, self.side.on_frame):
                 self.side.on_frame(frame)
         elif isinstance(frame, Disconnected) and frame.closed:
             held = self.connections.hold(self.peers.known(Epoch(frame.src)), frame, nbytes, self._on_closed)
@@ -419,16 +408,18 @@ class EventLoop(Peering):
 
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
         """Act on the effects of the agreement; frames first, since other ranks wait for them."""
-        sends = [effect for effect in effects if not isinstance(effect, Outcome)]
-        for send in sends:
-            self.send(send)
-        if sends and self._prompt:
+        sent = False
+        for effect in effects:
+            if not isinstance(effect, Outcome):
+                self.send(effect)
+                sent = True
+        if sent and self._prompt:
             self.flush()
         for effect in effects:
             if isinstance(effect, Outcome):
                 self.side.on_decided(effect.key, effect.decided)
 
-    def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
+    def remember(self, epochs: Iterable[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
         """A room has ended."""
         for epoch in epochs:
             self.tombstones.remember(epoch, key.generation, ended)

@@ -28,7 +28,8 @@ log = logging.getLogger("disagg_kv")
 class InstanceRanks:
     """Finds rank 0, and says which incarnation of each rank takes part in the agreement.
 
-    ``look_at`` is when the instance is looked up next; None: not at all.
+    ``look_at`` is when the instance is looked up next; None: not at all. ``superseded``, from any thread, is why this
+    rank takes no rooms: another incarnation has its place; None: none has.
     """
 
     def __init__(self, loop: EventLoop) -> None:
@@ -37,13 +38,7 @@ class InstanceRanks:
         self.look_at: float | None = None if len(loop.me.shards) == 1 else loop.now
         self._ticked = loop.now
         self._stood_still, self._went_on = False, loop.now
-        self._replaced_at: str | None = None
-
-    @property
-    def superseded(self) -> SupersededError | None:
-        """Why this rank takes no rooms: another incarnation has its place; None: none has. From any thread."""
-        address = self._replaced_at
-        return None if address is None else SupersededError(self._loop.me.instance, self._loop.me.rank, address)
+        self.superseded: SupersededError | None = None
 
     def tick(self) -> None:
         """Rank 0 counts the votes of our instance: look it up until it is here, and introduce ourselves to it.
@@ -81,13 +76,12 @@ class InstanceRanks:
                     loop.dial(address)
 
     def _yield(self, address: str) -> None:
-        if self._replaced_at is None:
-            self._replaced_at = address
-            error = self.superseded
-            assert error is not None
+        if self.superseded is None:
+            me = self._loop.me
+            self.superseded = error = SupersededError(me.instance, me.rank, address)
             log.warning("%s; open rooms fail, and new ones are refused", error)
             # In an instance of one rank, rooms that both sides know need no other rank.
-            self._loop.side.integrity_failure(error, unmet=len(self._loop.me.shards) == 1)
+            self._loop.side.integrity_failure(error, unmet=len(me.shards) == 1)
 
     def __contains__(self, epoch: bytes) -> bool:
         peer = self._loop.peers.known(Epoch(epoch))

@@ -156,9 +156,9 @@ class Pauses:
         self._last, self._until, self._seconds = before, now, now - before
         return self._words()
 
-    def explain(self, error: DisaggKVError | None, opened: float, now: float) -> DisaggKVError | None:
+    def explain(self, error: DisaggKVError, opened: float, now: float) -> DisaggKVError:
         """The error of a room that was opened at a time; it begins with the pause if that may be the reason."""
-        if error is None or opened > self._until or now - self._until > self._blamed_s:
+        if opened > self._until or now - self._until > self._blamed_s:
             return error
         match error:
             case AbortedError():

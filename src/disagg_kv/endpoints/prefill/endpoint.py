@@ -28,7 +28,6 @@ from ..peers.mapping import check_mapping
 from ..staging_memory import new_staging, ready_kernels, staging_slots
 from ..status import Usage
 from .handle import DeliveryHandle, ForwardPass, LayerGroups
-from .inspection import PrefillInspection
 from .movers.posts import Posts, StagingSlots
 from .movers.verified import VerifiedMover
 from .read_pools import ReadPools
@@ -164,18 +163,17 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             SupersededError: another process has taken the place of this rank.
         """
         room = RoomId(arguments.room_id(room))
-        tag = arguments.octets(tag, f"{room_name(room)}: tag")
+        name = room_name(room)
+        tag = arguments.octets(tag, f"{name}: tag")
         own = self._options.of_room(total_s, claim_s)
-        with self._admission.enter(room_name(room)):
-            stuck = self._side.quarantined_slots
-            if 2 * stuck > self._slots:
-                raise QuarantineFullError(
-                    f"{room_name(room)}: {stuck} of {self._slots} staging slots wait for evidence", room=room
-                )
-            key = self._new_key(room)
-            handle = DeliveryHandle(key, self._pool, self.driver, self._side)
-            self._ids.add(room, handle)
-            self.driver.post(partial(self._side.open, key, handle, own, tag))
+        self.driver.check(name)
+        stuck = self._side.quarantined_slots
+        if 2 * stuck > self._slots:
+            raise QuarantineFullError(f"{name}: {stuck} of {self._slots} staging slots wait for evidence", room=room)
+        key = self._new_key(room)
+        handle = DeliveryHandle(key, self._pool, self.driver, self._side)
+        self._ids.add(room, handle)
+        self.driver.post(partial(self._side.open, key, handle, own, tag), name)
         return handle
 
     def step(
@@ -203,20 +201,16 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         layered = self._schedule.name != PER_CHUNK
         tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
         batch = Batch(tokens, used, layered)
-        with self._admission.enter("a forward pass"):
-            submitted = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-            cuts = LayerGroups([one.key for one in submitted], self._side.row_layers)
-            self.driver.post(partial(self._side.announce, submitted, self._loop.clock(), cuts))
+        self.driver.check("a forward pass")
+        submitted = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
+        cuts = LayerGroups([one.key for one in submitted], self._side.row_layers)
+        self.driver.post(partial(self._side.announce, submitted, self._loop.clock(), cuts), "a forward pass")
         layers, traced = self._pool.site.shard.layers(), self._loop.traced
         return ForwardPass(submitted, layers, self.driver, self._side, cuts, layered=layered, traced=traced)
 
     def _memory(self) -> Usage:
         stuck = self._side.quarantined_slots * self._slot_bytes
-        return Usage({}, slots=self._slots, slots_used=self._transfers.staged.slots.held, quarantined_bytes=stuck)
-
-    def inspect(self) -> PrefillInspection:
-        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return self._side.inspect()
+        return Usage({}, slots=self._slots, slots_used=self._transfers.staged.slots.in_use, quarantined_bytes=stuck)
 
 
 def _chunks(

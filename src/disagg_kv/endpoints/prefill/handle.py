@@ -22,10 +22,10 @@ from ...errors import (
     LocalProtocolError,
 )
 from ...geometry import PageTable
-from ...ids import GroupId, LayerId, room_name
+from ...ids import GroupId, LayerId
 from ...memory import Event, Mark, MemoryPool
 from ...planning import Batch
-from ..cached_prefix import after
+from ..expectation import after
 from ..handle import HostEvent, RoomHandle, check_states, check_tables, joined
 from ..loop.construction import check_aux
 from ..loop.driver import Driver
@@ -119,8 +119,8 @@ class DeliveryHandle(RoomHandle):
         stop = arguments.count(stop, "stop")
         arguments.event(ready, "ready")
         tables = self.checked(stop, pages)
-        with self._driver.admission.enter(room_name(self.room)):
-            self._driver.post(partial(self._side.send, self.taken(stop, tables), ready))
+        self._driver.check(self._name)
+        self._driver.post(partial(self._side.send, self.taken(stop, tables), ready), self._name)
 
     def check_chunk(self, stop: int, pages: Sequence[PageTable]) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.check_chunk`."""
@@ -132,9 +132,9 @@ class DeliveryHandle(RoomHandle):
         After a withdrawal they begin where the first chunk given again began: its edges need not be the earlier ones.
         """
         if self._ended and stop > self._stop:
-            raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop} after finish at {self._stop}")
+            raise LocalProtocolError(f"{self._name}: rows up to {stop} after finish at {self._stop}")
         if stop <= self.given:
-            raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop}, but up to {self.given} were given")
+            raise LocalProtocolError(f"{self._name}: rows up to {stop}, but up to {self.given} were given")
         site = self._pool.site
         held = self.held or {}
         starts = {g.id: max(self.given, min(held.get(g.id, 0), stop)) for g in site.token_groups}
@@ -173,7 +173,7 @@ class DeliveryHandle(RoomHandle):
         states = check_states(self.room, self._pool.site, state)
         if self._finished or stop != self._stop:
             raise LocalProtocolError(
-                f"{room_name(self.room)}: finish at row {stop}, "
+                f"{self._name}: finish at row {stop}, "
                 + ("which is the second" if self._finished else f"but chunks end at {self._stop}")
             )
         if aux is not None:
@@ -187,17 +187,14 @@ class DeliveryHandle(RoomHandle):
                 data = None if aux is None else self._read_aux(aux)
             except Exception as exc:
                 # A pool may be another project's code: its errors fail this room alone.
-                return machine.cancel(ours(exc, f"{room_name(self.room)}: aux data could not be read"), now)
+                return machine.cancel(ours(exc, f"{self._name}: aux data could not be read"), now)
             return machine.finish(stop, data, now, states)
 
-        with self._driver.admission.enter(room_name(self.room)):
-            self._finished = self._ended = True
-            self._change(act, ready)
-
-    def _change(self, act: Act, ready: Event | None = None) -> None:
-        """Have the room's machine do something on the loop, once ``ready`` has happened."""
         loop, side, key = self._driver.loop, self._side, self._key
-        self._driver.post(lambda: loop.when(ready, lambda: side.change(key, act), lambda exc: side.broken([key], exc)))
+        done, broken = partial(side.change, key, act), partial(side.broken, [key])
+        self._driver.check(self._name)
+        self._finished = self._ended = True
+        self._driver.post(partial(loop.when, ready, done, broken), self._name)
 
     def _read_aux(self, slot: int) -> bytes:
         """An aux row; a pool may be another project's code, and give more than it said."""
@@ -208,26 +205,26 @@ class DeliveryHandle(RoomHandle):
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""
         fired = HostEvent(self._driver.lend)
-        with self._driver.admission.enter(room_name(self.room)):
-            if self.released:
-                fired.set()
-                return fired
-            self._withdrawals += 1
-            self._fired = [*(one for one in self._fired if not one.over), fired]
-            self.given = 0
-            self._again = {}
-            if self._pool.site.state_groups:
-                self._finished = False
-            self._driver.post(partial(self._side.withdraw, self._key, fired))
+        self._driver.check(self._name)
+        if self.released:
+            fired.set()
+            return fired
+        self._withdrawals += 1
+        self._fired = [*(one for one in self._fired if not one.over), fired]
+        self.given = 0
+        self._again = {}
+        if self._pool.site.state_groups:
+            self._finished = False
+        self._driver.post(partial(self._side.withdraw, self._key, fired), self._name)
         return fired
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
-        error = AbortedError(f"{room_name(self.room)}: {reason}")
-        if not self._driver.admission.ended:
+        error = AbortedError(f"{self._name}: {reason}")
+        if not self._driver.closed:
             with suppress(EndpointBrokenError):  # which has failed the room
-                self._change(lambda machine, now: machine.cancel(error, now))
+                self._driver.post(partial(self._side.change, self._key, lambda room, now: room.cancel(error, now)))
 
 
 class LayerGroups:
@@ -312,7 +309,7 @@ class ForwardPass:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
         if not callable(ready):
             arguments.event(ready, "ready")
-        self._driver.admission.check(f"layer {layer}")
+        self._driver.check(f"layer {layer}")
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
         if self._layered and not self._seen:

@@ -94,17 +94,6 @@ class PrefillRoom:
     passes: dict[int, LayerGroups] = field(factory=dict)
     used: list[PeerSession] = field(factory=list)
 
-    def account(self, now: float, *, released: bool) -> None:
-        """Say what the room has cost so far, and that pages that were taken away are not read any more."""
-        machine, report = self.machine, self.handle.report
-        report.segments = sum([f.outbound.segments_landed for f in machine.flows.values()])
-        if self.withdrawn and machine.reads == 0:
-            for fired in self.withdrawn:
-                fired.set()
-            self.withdrawn.clear()
-        if released and "total" not in report.seconds:
-            report.spend("total", now - self.opened)
-
     def arm_flag(self, transfer: Transfer, device: str, observer: Observer) -> Flag | None:
         """The flag of a transfer, for kernels of a device to raise behind its bytes; None: frames alone announce it.
 

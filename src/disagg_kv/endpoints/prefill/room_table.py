@@ -14,7 +14,7 @@ from ...errors import LocalProtocolError
 from ...ids import Epoch, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
 from ..arrivals import Arrivals
-from ..handle import ChangeQueue, HostEvent
+from ..handle import ENDED, ChangeQueue, HostEvent
 from ..loop.event_loop import EventLoop
 from ..spans import room_span
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
@@ -26,7 +26,15 @@ from .transfers import TransferQueue
 
 
 class PrefillRooms:
-    """The base of :class:`~.rooms.PrefillSide`, which has the frames and the time; runs on the thread that advances."""
+    """The base of :class:`~.rooms.PrefillSide`, which has the frames and the time; runs on the thread that advances.
+
+    Attributes:
+        loop: the endpoint's.
+        rooms: those that are not forgotten.
+        newest: the last one of each id.
+        flows: the room of a flow, by its frames.
+        transfers: moves bytes.
+    """
 
     def __init__(
         self,
@@ -36,7 +44,7 @@ class PrefillRooms:
         mover: Mover,
         changes: ChangeQueue[DeliveryHandle],
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._pool = pool
         self._changes = changes
         self._throughput = transfers.posts.throughput
@@ -46,10 +54,10 @@ class PrefillRooms:
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
         self._tokenless = frozenset(site.shard.layers()) - tokens
         self.row_layers = frozenset(tokens)
-        self._newest: dict[RoomId, PrefillRoom] = {}
-        self._arrivals = Arrivals(loop, loop.send, self._newest)
-        self._rooms: dict[RoomKey, PrefillRoom] = {}
-        self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
+        self.newest: dict[RoomId, PrefillRoom] = {}
+        self._arrivals = Arrivals(loop, loop.send, self.newest)
+        self.rooms: dict[RoomKey, PrefillRoom] = {}
+        self.flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
         self._passes = PassTimes(loop, self._throughput)
         self._timers: Timers[RoomKey] = Timers()
@@ -57,22 +65,22 @@ class PrefillRooms:
     @property
     def open_rooms(self) -> int:
         """Rooms that are not forgotten yet."""
-        return len(self._rooms)
+        return len(self.rooms)
 
     # What the engine says, on this thread.
 
     def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
         """Have a room's machine do something, if the room is still there."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is not None:
-            self._apply(room, act(room.machine, self._loop.now))
+            self._apply(room, act(room.machine, self.loop.now))
 
     def announce(self, submitted: Sequence[SubmittedChunk], at: float, cuts: LayerGroups) -> None:
         """Rows that are computed from now on: their grants are asked for already. ``cuts`` receive groups."""
         self._throughput.begin(submitted, at)
         for one in submitted:
             self._add(one, ready=False)
-            room = self._rooms.get(one.key)
+            room = self.rooms.get(one.key)
             if room is not None and one.batch.layered:
                 room.passes[one.call_id] = cuts
                 self._cut(room, cuts)
@@ -96,12 +104,12 @@ class PrefillRooms:
             return
         self._add(submitted, ready=final)
         if not final:
-            self.final_at([submitted], None, ready, self._loop.now)
+            self.final_at([submitted], None, ready, self.loop.now)
 
     def _add(self, one: SubmittedChunk, *, ready: bool) -> None:
-        room = self._rooms.get(one.key)
+        room = self.rooms.get(one.key)
         if room is not None:
-            now = self._loop.now
+            now = self.loop.now
             self._apply(
                 room,
                 room.machine.add(one.call_id, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch),
@@ -116,7 +124,7 @@ class PrefillRooms:
         if gated:
             self._final(submitted, layers)
         else:
-            self._loop.when(ready, partial(self._final, submitted, layers), broken)
+            self.loop.when(ready, partial(self._final, submitted, layers), broken)
         if layers is not None:
             self._passes.computed(submitted, layers, ready, said, broken)
 
@@ -139,31 +147,31 @@ class PrefillRooms:
 
     def _final(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None) -> None:
         for one, room in self._open(submitted):
-            self._apply(room, room.machine.ready(one.call_id, layers, self._loop.now))
+            self._apply(room, room.machine.ready(one.call_id, layers, self.loop.now))
 
     def _open(self, submitted: Sequence[SubmittedChunk]) -> Iterator[tuple[SubmittedChunk, PrefillRoom]]:
         """The chunks whose rooms are still there."""
         for one in submitted:
-            if (room := self._rooms.get(one.key)) is not None:
+            if (room := self.rooms.get(one.key)) is not None:
                 yield one, room
 
     def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
         """The engine's event raised: it is unknown whether the bytes are final."""
         for key in keys:
-            room = self._rooms.get(key)
+            room = self.rooms.get(key)
             if room is not None:
                 error = ours(exc, f"{room_name(key.room)}: the engine's event raised")
-                self._apply(room, room.machine.cancel(error, self._loop.now))
+                self._apply(room, room.machine.cancel(error, self.loop.now))
 
     def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
         """Take the pages of a room away; fires when they are not read any more."""
-        room = self._rooms.get(key)
+        room = self.rooms.get(key)
         if room is None:
             fired.set()
             return
         room.withdrawn.append(fired)
-        self.transfers.staged.prepared.forget(room)
-        self._apply(room, room.machine.withdraw(self._loop.now))
+        self.transfers.forget_prepared(room)
+        self._apply(room, room.machine.withdraw(self.loop.now))
 
     # What the machines ask for, and what came of it.
 
@@ -181,60 +189,72 @@ class PrefillRooms:
                 self.broken([room.key], happened.error)
             elif isinstance(happened, Unread):
                 self._publish(room)
-            elif self._rooms.get(room.key) is room:
-                self._apply(room, room.machine.handle(happened.to, happened.event, self._loop.now))
+            elif self.rooms.get(room.key) is room:
+                self._apply(room, room.machine.handle(happened.to, happened.event, self.loop.now))
 
     def _apply(self, room: PrefillRoom, effects: Sequence[Effect]) -> None:
         votes: list[CastVote] = []
         for effect in effects:
             match effect:
                 case Send():
-                    self._loop.send(effect)
+                    self.loop.send(effect)
                 case CastVote():
                     votes.append(effect)
                 case Transfer():
                     self._mover.add(room, effect)
                 case Granted(transfer):
-                    self.transfers.staged.prepared.add(room, transfer)
+                    if (prepared := self.transfers.staged.prepared) is not None:
+                        prepared.add(room, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
         # May be decided, and reported to the engine, at once: not before everything else has been done.
         for vote in votes:
-            self._loop.vote(room.key, vote.ok, vote.reason)
+            self.loop.vote(room.key, vote.ok, vote.reason)
 
     def _publish(self, room: PrefillRoom) -> None:
         machine = room.machine
-        if machine.error is not None and room.key in self._rooms:
+        if machine.error is not None and room.key in self.rooms:
             self._failed.add(room.key)
-            self.transfers.staged.prepared.forget(room)
-            self._loop.sessions.hold(room.key, self.transfers.posts.owed(room), room.routes)
-        phase, handle, released = machine.phase, room.handle, machine.released
-        room.account(self._loop.now, released=released)
-        if not handle.shows(phase, released):
-            error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
-            handle.publish(phase, released, error, self._loop.clock())
+            self.transfers.forget_prepared(room)
+            self.loop.sessions.hold(room.key, self.transfers.posts.owed(room), room.routes)
+        now, handle, report = self.loop.now, room.handle, room.handle.report
+        phase = machine.phase
+        released = phase in ENDED and machine.released
+        landed = 0
+        for flow in machine.flows.values():
+            landed += flow.outbound.segments_landed
+        report.segments = landed
+        if room.withdrawn and machine.reads == 0:
+            for fired in room.withdrawn:
+                fired.set()
+            room.withdrawn.clear()
+        if released and "total" not in report.seconds:
+            report.spend("total", now - room.opened)
+        if (state := (phase, released)) != handle.state:
+            error = machine.error and self.loop.pauses.explain(machine.error, room.opened, now)
+            handle.publish(state, error, self.loop.clock())
             self._changes.add(handle)
-        if self._rooms.get(room.key) is not room:
+        if self.rooms.get(room.key) is not room:
             return
         if released and machine.closed:
             self._close(room)
         else:
-            self._timers.by(room.key, self._loop.now + room.soon_s)
+            self._timers.by(room.key, now + room.soon_s)
 
     def _close(self, room: PrefillRoom) -> None:
-        loop, name, machine = self._loop, room.key.room, room.machine
+        loop, name, machine = self.loop, room.key.room, room.machine
         self._mover.withdraw(room)
         self._throughput.room_ended(room.key)
-        del self._rooms[room.key]
+        del self.rooms[room.key]
         self._timers.schedule(room.key, None)
         loop.release(room.used)
         self._failed.discard(room.key)
-        if self._newest.get(name) is room:
-            del self._newest[name]
+        if self.newest.get(name) is room:
+            del self.newest[name]
         ended = RoomOutcome.DONE if machine.done else RoomOutcome.FAILED
         for epoch, flow in machine.flows.items():
-            self._flows.pop((name, epoch, flow.generation), None)
+            self.flows.pop((name, epoch, flow.generation), None)
             loop.remember([epoch], RoomKey(name, flow.generation), ended)
         incomplete = machine.world is None or len(machine.flows) < machine.world
         if machine.error is not None and incomplete:

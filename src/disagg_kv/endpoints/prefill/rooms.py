@@ -11,9 +11,10 @@ from ...core.room.flow import room_head
 from ...core.room.machine import ours
 from ...core.verdict.elected import USED_TWICE
 from ...core.wire.frames import Abort, Expect, Expected
-from ...errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError
+from ...errors import AbortedError, DisaggKVError, PeerLostError, QuarantineFullError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId, room_name
 from ...memory import MemoryPool
+from ...strategies import exposes_pages
 from ...transports import Settled, WriteEnded
 from ..arrivals import Absent
 from ..handle import ChangeQueue
@@ -21,7 +22,6 @@ from ..loop.event_loop import EventLoop
 from ..peers.directory import LookupResult
 from ..peers.session import PeerSession
 from .handle import DeliveryHandle
-from .inspection import PrefillInspection
 from .movers.base import Mover
 from .room import PrefillRoom
 from .room_table import PrefillRooms
@@ -45,25 +45,21 @@ class PrefillSide(PrefillRooms):
         self._router = router
         self.quarantined_slots = 0
 
-    def inspect(self) -> PrefillInspection:
-        """See :mod:`~disagg_kv.endpoints.loop.inspection`."""
-        return PrefillInspection(self._loop.inspect(), self._rooms, self._newest, self._flows, self.transfers)
-
     # What the engine says, on this thread.
 
     def open(self, key: RoomKey, handle: DeliveryHandle, own: Options, tag: bytes) -> None:
         """Begin a room with its own times, and whatever was parked for it."""
-        now = self._loop.now
-        who = self._loop.sessions.who
-        machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless, who)
+        now = self.loop.now
+        who = self.loop.sessions.who
+        machine = SendRoom(key.room, key.generation, self.loop.me.epoch, own, now, self._tokenless, who)
         room = PrefillRoom(key, machine, handle, now, own.soon_s, tag)
         handle.report.opened = now
-        self._rooms[key] = self._newest[key.room] = room
+        self.rooms[key] = self.newest[key.room] = room
         self._timers.schedule(key, now + room.soon_s)
-        self._loop.vote(key, None, "")
+        self.loop.vote(key, None, "")
         reason = self._arrivals.reason(key.room, tag)
         over = None if reason is None else AbortedError(f"{room_name(key.room)}: {reason}")
-        if (error := self._loop.ranks.superseded or over) is not None:
+        if (error := self.loop.ranks.superseded or over) is not None:
             self._apply(room, machine.cancel(error, now))
         for expect in self._arrivals.parked(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
@@ -74,14 +70,14 @@ class PrefillSide(PrefillRooms):
     def on_frame(self, frame: RoomFrame) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         epoch = Epoch(frame.src)
-        room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
+        room = self.flows.get((RoomId(frame.room), epoch, frame.generation))
         if room is not None:
             try:
-                self._apply(room, room.machine.handle(epoch, frame, self._loop.now))
+                self._apply(room, room.machine.handle(epoch, frame, self.loop.now))
             except RemoteProtocolError as exc:
-                registry = self._loop.sessions
+                registry = self.loop.sessions
                 error = exc.about(registry.name(epoch), **registry.who(epoch))
-                self._apply(room, room.machine.cancel(error, self._loop.now))
+                self._apply(room, room.machine.cancel(error, self.loop.now))
         elif isinstance(frame, Expect):
             self._on_expect(frame)
         elif isinstance(frame, Abort):
@@ -90,10 +86,10 @@ class PrefillSide(PrefillRooms):
             self._arrivals.answer(frame)
 
     def _on_expect(self, frame: Expect) -> None:
-        room, joins = self._newest.get(RoomId(frame.room)), self._arrivals.state(frame) is Absent.OPEN
+        room, joins = self.newest.get(RoomId(frame.room)), self._arrivals.state(frame) is Absent.OPEN
         if room is not None and tags_differ(frame.tag, room.tag):
             # Another instance means another request: it ends there alone.
-            self._loop.observer.count("frames.other_tag")
+            self.loop.observer.count("frames.other_tag")
             self._arrivals.refuse(frame, "another tag", room.tag)
         elif room is not None and joins and frame.src in room.machine.flows:
             self._arrivals.refuse(frame, USED_TWICE)
@@ -106,12 +102,12 @@ class PrefillSide(PrefillRooms):
         """From now on a decode rank's frames about a room are the room's."""
         epoch = Epoch(frame.src)
         self._arrivals.forget(room.key.room, epoch)
-        self._flows[room.key.room, epoch, frame.generation] = room
-        self._loop.use(epoch, room.used)
+        self.flows[room.key.room, epoch, frame.generation] = room
+        self.loop.use(epoch, room.used)
         return Generation(frame.generation)
 
     def _on_abort(self, frame: Abort) -> None:
-        loop, epoch, room = self._loop, Epoch(frame.src), self._newest.get(RoomId(frame.room))
+        loop, epoch, room = self.loop, Epoch(frame.src), self.newest.get(RoomId(frame.room))
         if (
             room is None
             or room.machine.released
@@ -131,7 +127,7 @@ class PrefillSide(PrefillRooms):
 
     def _begin(self, room: PrefillRoom, frame: Expect) -> None:
         """A decode rank awaits an open room: decide how its bytes cross."""
-        loop, epoch, name = self._loop, Epoch(frame.src), room.key.room
+        loop, epoch, name = self.loop, Epoch(frame.src), room.key.room
         session = loop.there(epoch)
         if session is None or (remote := session.remote) is None:
             loop.observer.count("frames.unknown_peer")
@@ -153,10 +149,11 @@ class PrefillSide(PrefillRooms):
                 carrier,
                 frame,
                 tuple(room.routes.values()),
-                self.transfers.staged.slots_of(self._failed, epoch),
-                self.transfers.staged.slots.quota,
                 partial(room.grouped, loop),
             )
+            stuck = self.transfers.staged.slots_of(self._failed, epoch)
+            if stuck >= self.transfers.staged.slots.quota and not exposes_pages(route.path):
+                raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         except Exception as exc:
             # A path may be a user's code: its errors fail this room alone.
             where = f"{room_name(name)}: no way to send it to {loop.sessions.name(epoch)}"
@@ -203,9 +200,9 @@ class PrefillSide(PrefillRooms):
         self._to_flows(epoch, Gone(epoch))
 
     def _to_flows(self, epoch: Epoch, event: Lost | Gone) -> None:
-        for room in [r for (_, e, _), r in self._flows.items() if e == epoch]:
+        for room in [r for (_, e, _), r in self.flows.items() if e == epoch]:
             if epoch in room.machine.flows:
-                self._apply(room, room.machine.handle(epoch, event, self._loop.now))
+                self._apply(room, room.machine.handle(epoch, event, self.loop.now))
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -215,37 +212,39 @@ class PrefillSide(PrefillRooms):
 
     def work(self) -> bool:
         """Gather and post; True while something is in flight or left for the next step."""
-        waiting = self._passes.look()
+        passes = self._passes.events
+        waiting = bool(passes.lines) and passes.look()
         self.quarantined_slots = self.transfers.staged.slots_of(self._failed) if self._failed else 0
         transfers, prepared = self.transfers, self.transfers.staged.prepared
         waits = transfers.waits
-        if not (waits or transfers.pending or prepared.gathers.waiting):
+        preparing = prepared is not None and bool(prepared.gathers.waiting)
+        if not (waits or preparing or transfers.pending):
             return waiting
-        if not self._loop.may_copy(transfers.queues):
+        if not self.loop.may_copy(transfers.queues):
             return True
-        budget = self._loop.budget()
+        budget = self.loop.budget()
         if waits:
             self._advance(self._mover.look)
             self._take_ends()
         while transfers.pending:
             # What others wait for leaves before this thread plans and launches.
-            self._loop.flush()
+            self.loop.flush()
             begun = self._advance(partial(self._mover.start, budget))
             self._take_ends()
             if not begun:
                 break
         moving = transfers.waits or budget.spent
-        if prepared.gathers.waiting:
-            self._loop.flush()
+        if prepared is not None and prepared.gathers.waiting:
+            self.loop.flush()
             moving |= prepared.work()
         return moving or waiting
 
     def _take_ends(self) -> None:
         """Poll the transport: where it copies while it posts, its writes have ended before the next gather."""
         try:
-            self._loop.poll_transport()
+            self.loop.poll_transport()
         except Exception as exc:
-            self._loop.failures.defer(exc)
+            self.loop.failures.defer(exc)
 
     @property
     def patience_s(self) -> float:
@@ -263,12 +262,12 @@ class PrefillSide(PrefillRooms):
 
     def tick(self) -> None:
         """Deadlines, repeats, and what was parked for too long: of rooms for which something is due."""
-        now = self._loop.now
+        now = self.loop.now
         if self.transfers.failed:
             self._advance(self.transfers.look_at_failed)
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
-            if (room := self._rooms.get(key)) is not None:
+            if (room := self.rooms.get(key)) is not None:
                 self._timers.schedule(key, room.machine.next_at())
         self._arrivals.tick()
 
@@ -279,17 +278,18 @@ class PrefillSide(PrefillRooms):
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
-        for room in list(self._rooms.values()):
+        for room in list(self.rooms.values()):
             if not (unmet and room.machine.flows):
-                self._apply(room, room.machine.cancel(error, self._loop.now))
+                self._apply(room, room.machine.cancel(error, self.loop.now))
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.loop.side.Side`."""
         self.transfers.check_integrity()
         self._arrivals.check_integrity()
-        hopeful = {room for room in self._rooms.values() if room.machine.error is None}
-        self.transfers.staged.prepared.check_integrity(hopeful)
-        assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
-        assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
-        for room in self._rooms.values():
+        hopeful = {room for room in self.rooms.values() if room.machine.error is None}
+        if self.transfers.staged.prepared is not None:
+            self.transfers.staged.prepared.check_integrity(hopeful)
+        assert not [room for room in self.flows.values() if self.rooms.get(room.key) is not room]
+        assert self._failed == {key for key, room in self.rooms.items() if room.machine.error is not None}
+        for room in self.rooms.values():
             room.machine.check_integrity(since)

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from ...core import FlowPlan, Transfer, Verify, verified
 from ...core.wire.frames import Expect, WirePace, wire_pace
 from ...core.wire.page_runs import tables_from_wire
-from ...errors import ConfigurationError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
+from ...errors import ConfigurationError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ...geometry import shards_as
 from ...ids import Rank, RoomId, room_name
 from ...memory import MappedPool, MemoryPool
@@ -44,7 +44,7 @@ from ...strategies import (
     refusal,
 )
 from ...transports import Carrier, Flags
-from ..cached_prefix import check_start
+from ..expectation import check_start
 from ..peers.handshake import EndpointInfo, RemoteEndpoint, page_rows
 from ..peers.mapping import Mapping
 from ..peers.session import PeerSession
@@ -91,7 +91,7 @@ class Route:
 
     def verifies(self, room: RoomId, segment: Segment) -> bool:
         """Whether decode compares a segment with checksums of ours."""
-        return verified(room, segment, *self.verify)
+        return self.verify != ("off", "off") and verified(room, segment, *self.verify)
 
     def plan(self, kind: type[P], wanted: str, transfer: Transfer, tables: Tables) -> P:
         """What the path plans for a transfer: never more than the part, nor outside our pages.
@@ -103,7 +103,7 @@ class Route:
         check_pages(site, self.view.layout(segment), tables)
         plan = self.path.send(Job(self.pair, segment, tables, self.tables))
         staged = plan.source if isinstance(plan, PageCopy) else plan
-        fits = site.converts is None if isinstance(staged, Writes) else staged.nbytes == transfer.nbytes
+        fits = isinstance(staged, Writes) or staged.nbytes == transfer.nbytes
         if not isinstance(plan, kind) or not fits:
             planned = f"plans {type(plan).__name__}s for {segment}, which takes {wanted}"
             raise LocalProtocolError(f"path {self.path.name!r} {planned}")
@@ -152,8 +152,6 @@ class Router:
         carrier: Carrier,
         frame: Expect,
         others: Sequence[Route],
-        stuck: int,
-        quota: int,
         on_groups: OnGroups,
     ) -> tuple[Route, FlowPlan]:
         """Decide how the bytes cross.
@@ -165,13 +163,10 @@ class Router:
             carrier: what carries writes there.
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
-            stuck: staging slots that wait for evidence of this destination.
-            quota: staging slots that one destination may pin.
             on_groups: called with each decision how layers are grouped.
 
         Raises:
             ConfigurationError: no path can.
-            QuarantineFullError: too many staging slots wait for evidence of this destination.
             RemoteProtocolError: it awaits what cannot be.
         """
         me, hello = self._me, remote.hello
@@ -187,16 +182,15 @@ class Router:
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         path = self._path(frame, remote, pair, mapping)
+        exposes = exposes_pages(path)
         limits = evolve(UNLIMITED, page_rows=page_rows(remote.site))
         if not frame.unsegmented:
             limits = cutting(rank_plan, me.rank, Limits(me.slot_bytes, hello.lease_bytes, limits.page_rows), path)
-        if not exposes_pages(path) and stuck >= quota:
-            raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables, self._request_pages)
         mapped = mapping.pool if path.mover == "mapped" else None
-        known = pair, pair.source_view, rank_plan, tables
-        flags, verify = mapping.flags if exposes_pages(path) else None, (self._verify, frame.verify)
-        route = Route(remote, path, carrier, pool, *known, frame.start, verify, mapped, flags)
+        flags, verify = mapping.flags if exposes else None, (self._verify, frame.verify)
+        view = pair.source_view
+        route = Route(remote, path, carrier, pool, pair, view, rank_plan, tables, frame.start, verify, mapped, flags)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None
         if self._schedule.name != PER_CHUNK:
@@ -206,7 +200,7 @@ class Router:
             rank_plan,
             rank_plan.floor(frame.start),
             frame.stop,
-            exposes_pages(path),
+            exposes,
             limits,
             grouping,
             partial(self._measured, carrier),

@@ -206,21 +206,19 @@ class EventFifo:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lines: OrderedDict[Hashable, deque[_Look]] = OrderedDict()
+        self.lines: OrderedDict[Hashable, deque[_Look]] = OrderedDict()
 
     def add(
         self, line: Hashable, event: Event, occurred: Callable[[float], None], broken: Callable[[Exception], None]
     ) -> None:
         """Put an event behind those of the same line; ``occurred`` is called with the time at which it was seen."""
-        self._lines.setdefault(line, deque()).append((event, occurred, broken))
-        bound(self._lines, PASSES)
+        self.lines.setdefault(line, deque()).append((event, occurred, broken))
+        bound(self.lines, PASSES)
 
     def look(self) -> bool:
         """Report the events that have happened; True while another one is awaited."""
-        if not self._lines:
-            return False
-        for name in list(self._lines):
-            line = self._lines[name]
+        for name in list(self.lines):
+            line = self.lines[name]
             while line:
                 try:
                     if not line[0][0].query():
@@ -230,8 +228,8 @@ class EventFifo:
                 else:
                     line.popleft()[1](self._clock())
             if not line:
-                del self._lines[name]
-        return bool(self._lines)
+                del self.lines[name]
+        return bool(self.lines)
 
 
 class PassTimes:
@@ -240,11 +238,7 @@ class PassTimes:
     def __init__(self, loop: EventLoop, throughput: ThroughputEstimator) -> None:
         self._loop = loop
         self._throughput = throughput
-        self._events = EventFifo(loop.clock)
-
-    def look(self) -> bool:
-        """Take in the layers that are computed; True while another one is awaited."""
-        return self._events.look()
+        self.events = EventFifo(loop.clock)
 
     def computed(
         self,
@@ -261,7 +255,7 @@ class PassTimes:
             self._computed(submitted, layers, at)
         else:
             one = submitted[0]
-            self._events.add((one.key, one.call_id), ready, partial(self._computed, submitted, layers), broken)
+            self.events.add((one.key, one.call_id), ready, partial(self._computed, submitted, layers), broken)
 
     def _computed(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> None:
         start = self._throughput.computed(submitted, layers, at)

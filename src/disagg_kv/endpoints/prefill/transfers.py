@@ -31,7 +31,6 @@ from ...memory import Buffer, Event
 from ...strategies import MoverName
 from ..loop.event_loop import EventLoop
 from ..loop.timing import Budget
-from .movers.base import Mover
 from .movers.direct import DirectMover
 from .movers.mapped import MappedMover
 from .movers.posts import Post, Posts
@@ -58,7 +57,11 @@ class TransferQueue:
         self.failed, self.look_at_failed = self.mapped.failed, self.mapped.look_at_failed
         self.direct = DirectMover(loop, posts)
         self.staged = StagedMover(loop, kernels, staging, region, posts)
-        self._movers: Mapping[MoverName, Mover] = {"mapped": self.mapped, "direct": self.direct, "staged": self.staged}
+        self._movers: Mapping[MoverName, MappedMover | DirectMover | StagedMover] = {
+            "mapped": self.mapped,
+            "direct": self.direct,
+            "staged": self.staged,
+        }
 
     @property
     def pending(self) -> bool:
@@ -86,16 +89,28 @@ class TransferQueue:
     def withdraw(self, room: PrefillRoom) -> None:
         """See :class:`~.movers.base.Mover`."""
         for mover in self._movers.values():
-            mover.withdraw(room)
+            if room in mover.lines.of:
+                mover.withdraw(room)
+        self.forget_prepared(room)
+
+    def forget_prepared(self, room: PrefillRoom) -> None:
+        """A room has failed or ended, or its pages are taken away: nothing that is prepared for it is used."""
+        if self.staged.prepared is not None:
+            self.staged.prepared.forget(room)
 
     def start(self, budget: Budget) -> list[Post]:
         """See :class:`~.movers.base.Mover`."""
-        return [post for mover in self._movers.values() for post in mover.start(budget)]
+        begun: list[Post] = []
+        for mover in self._movers.values():
+            if mover.lines.of:
+                begun += mover.start(budget)
+        return begun
 
     def look(self) -> None:
         """See :class:`~.movers.base.Mover`."""
-        for mover in self._movers.values():
-            mover.look()
+        if self.mapped.running:
+            self.mapped.look()
+        self.staged.look()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....core import Transfer
+from ....errors import LocalProtocolError
 from ....geometry import I32
 from ....planning import Writes
 from ....strategies import Tables
@@ -67,4 +68,6 @@ class DirectMover:
     def _plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes:
         """The writes, with the regions of both sides."""
         plan = route.plan(Writes, "writes into pages", transfer, tables)
+        if route.pool.site.converts is not None:
+            raise LocalProtocolError(f"path {route.path.name!r} plans writes of rows that decode converts")
         return plan.renamed(self._regions, np.array(route.remote.hello.regions, np.int32))

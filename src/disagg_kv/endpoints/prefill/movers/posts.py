@@ -19,6 +19,7 @@ from ....errors import PeerLostError
 from ....ids import Epoch, Ticket, peer_name, room_name
 from ....memory import Event
 from ....planning import Writes
+from ....staging import ALIGNMENT
 from ....strategies import Tables
 from ....trace import Span
 from ....transports import Settled, WriteEnded
@@ -50,6 +51,25 @@ class Slot:
         return not self.pins and not self.filling
 
 
+@define
+class SlotLayout:
+    """Where in a slot each transfer of one gather goes; those that carry the same bytes go to the same place."""
+
+    of: dict[Hashable, int] = field(factory=dict)
+    used: int = 0
+
+    def room_for(self, share: Hashable, nbytes: int, slot_bytes: int) -> bool:
+        """Whether a part fits a slot of ``slot_bytes``; the first always does."""
+        return share in self.of or not self.of or self.used + nbytes <= slot_bytes
+
+    def add(self, share: Hashable, nbytes: int) -> int:
+        """The byte of the slot at which it begins."""
+        if share not in self.of:
+            self.of[share] = self.used
+            self.used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return self.of[share]
+
+
 class StagingSlots:
     """All slots of one endpoint.
 
@@ -70,7 +90,7 @@ class StagingSlots:
         return iter(self._slots)
 
     @property
-    def held(self) -> int:
+    def in_use(self) -> int:
         """Slots that may not be reused yet."""
         return sum(not slot.reusable for slot in self._slots)
 
@@ -287,7 +307,7 @@ class Posts:
         """The first time: its bytes are on the wire since ``at``, as far as this side can see."""
         if post.crossing or not post.posted:
             return
-        if post.slot is not None:
+        if post.slot is not None and self._loop.observed:
             self._span("gather", post, at)
         post.crossing, post.began = True, at
         post.room.handle.report.write_begins(at)
@@ -295,11 +315,10 @@ class Posts:
 
     def _span(self, name: str, post: Post, stop: float) -> None:
         """A piece of a transfer's work is over."""
-        if self._loop.observed:
-            transfer = post.transfer
-            labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
-            room = post.room.key.room
-            self._loop.observer.span(Span(name, room, post.began, stop, transfer.nbytes, labels=labels))
+        transfer = post.transfer
+        labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
+        room = post.room.key.room
+        self._loop.observer.span(Span(name, room, post.began, stop, transfer.nbytes, labels=labels))
 
     def ended(self, post: Post, one: Hashable, error: Exception | None, *, quiet: bool) -> None:
         """A ticket, or the launch of a copy, has ended, well or not, quiet or not."""
@@ -317,7 +336,8 @@ class Posts:
             self.crosses(post, max(post.began, self.looked))
             now = self._clock()
             post.room.handle.report.write_ends(now)
-            self._span("wire", post, now)
+            if self._loop.observed:
+                self._span("wire", post, now)
         if post.quiet:
             self._unpin(post)
         transfer = post.transfer

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container
 
-from attrs import define, field, frozen
+from attrs import frozen
 
 from ....core import Transfer
 from ....ids import Epoch
-from ....kernels import Kernels, Move, PreparedGather, SupportsPreparing
+from ....kernels import Move, PreparedGather, SupportsPreparing
 from ....memory import Buffer
 from ....planning import Segment, StagedLayout
-from ....staging import ALIGNMENT
 from ....strategies import Tables
 from ...loop.event_loop import EventLoop
 from ...prepared import PreparedLaunches
 from ..room import PrefillRoom
 from ..routes import Route
 from .pending import take_out
+from .posts import SlotLayout
 
 
 @frozen(eq=False)
@@ -34,25 +34,6 @@ class Planned:
     seconds: float
 
 
-@define
-class SlotLayout:
-    """Where in a slot each transfer of one gather goes; those that carry the same bytes go to the same place."""
-
-    of: dict[Hashable, int] = field(factory=dict)
-    used: int = 0
-
-    def room_for(self, share: Hashable, nbytes: int, slot_bytes: int) -> bool:
-        """Whether a part fits a slot of ``slot_bytes``; the first always does."""
-        return share in self.of or not self.of or self.used + nbytes <= slot_bytes
-
-    def add(self, share: Hashable, nbytes: int) -> int:
-        """The byte of the slot at which it begins."""
-        if share not in self.of:
-            self.of[share] = self.used
-            self.used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return self.of[share]
-
-
 _At = tuple[PrefillRoom, Segment]
 _Members = list[tuple[Transfer, int]]
 """Transfers that one gather serves, each with its place in the slot."""
@@ -61,7 +42,7 @@ _Members = list[tuple[Transfer, int]]
 class PreparedGathers:
     """Runs on the thread that advances. A room whose pages are taken away is forgotten: a grant may outlive them.
 
-    Only kernels that prepare are worth it: others copy for longer than planning takes. One transfer is planned in a
+    It is there only for kernels that prepare: others copy for longer than planning takes. One transfer is planned in a
     step: an engine may be launching its own kernels meanwhile, and holds the same interpreter. With the last
     destination of a segment the gather for all of them is prepared.
 
@@ -75,13 +56,13 @@ class PreparedGathers:
     def __init__(
         self,
         loop: EventLoop,
-        kernels: Kernels,
+        kernels: SupportsPreparing,
         staging: Buffer,
         slot_bytes: int,
         plan: Callable[[Route, Transfer, Tables], StagedLayout],
     ) -> None:
         self._loop = loop
-        self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
+        self._kernels = kernels
         self._staging = staging
         self._slot_bytes = slot_bytes
         self._plan = plan
@@ -92,10 +73,9 @@ class PreparedGathers:
 
     def add(self, room: PrefillRoom, transfer: Transfer) -> None:
         """A transfer has its grant, and not its rows; it takes the place of one whose grant was given back."""
-        if self._preparing is not None:
-            self._take(room, transfer)
-            self.gathers.drop((room, transfer.segment))
-            self.gathers.waiting.setdefault((room, transfer.segment), {})[transfer.to] = transfer
+        self._take(room, transfer)
+        self.gathers.drop((room, transfer.segment))
+        self.gathers.waiting.setdefault((room, transfer.segment), {})[transfer.to] = transfer
 
     def order(self, room: PrefillRoom, transfers: list[Transfer]) -> list[Transfer]:
         """Transfers of one segment, in the order in which a gather is prepared for them, if one is."""
@@ -165,8 +145,7 @@ class PreparedGathers:
             place = places.add(route.view, transfer.nbytes)
             moves.setdefault(place, Move(planned.plan, planned.tables, place))
             where.append((transfer, place))
-        assert self._preparing is not None
-        gather = self._preparing.prepare_gather(pool, list(moves.values()), self._staging)
+        gather = self._kernels.prepare_gather(pool, list(moves.values()), self._staging)
         return None if gather is None else (where, gather)
 
     def check_integrity(self, rooms: Container[PrefillRoom]) -> None:

@@ -18,7 +18,7 @@ from attrs import define
 from ....core import RoomKey, Transfer
 from ....errors import RemoteProtocolError
 from ....ids import Epoch, RegionId
-from ....kernels import Kernels, Move
+from ....kernels import Kernels, Move, SupportsPreparing
 from ....memory import Buffer, Event
 from ....planning import StagedLayout, Writes
 from ....strategies import Tables
@@ -27,8 +27,8 @@ from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
 from .pending import SlotLines
-from .posts import Post, Posts, Slot
-from .prepared import Planned, PreparedGathers, SlotLayout
+from .posts import Post, Posts, Slot, SlotLayout
+from .prepared import Planned, PreparedGathers
 
 
 @define(eq=False)
@@ -72,9 +72,12 @@ class StagedMover:
         self._clock = loop.clock
         self.slots = posts.slots
         self.lines = SlotLines[PrefillRoom]()
-        self.add, self.outcome = self.lines.add, posts.outcome
+        self.add, self.withdraw, self.outcome = self.lines.add, self.lines.forget, posts.outcome
         self.gathering: list[_Gathering] = []
-        self.prepared = PreparedGathers(loop, kernels, staging, posts.slots.slot_bytes, partial(self._plan, None))
+        self.prepared: PreparedGathers | None = None
+        if isinstance(kernels, SupportsPreparing):
+            slot_bytes = posts.slots.slot_bytes
+            self.prepared = PreparedGathers(loop, kernels, staging, slot_bytes, partial(self._plan, None))
 
     def slots_of(self, rooms: Collection[RoomKey], to: Epoch | None = None) -> int:
         """Slots that writes of these rooms, to one destination or all, may still read."""
@@ -82,11 +85,6 @@ class StagedMover:
             return 0
         pins = (slot.pins for slot in self.slots)
         return sum(any(p.room.key in rooms and to in (None, p.transfer.to) for p in of_slot) for of_slot in pins)
-
-    def withdraw(self, room: PrefillRoom) -> None:
-        """See :class:`~.base.Mover`."""
-        self.lines.forget(room)
-        self.prepared.forget(room)
 
     def start(self, budget: Budget) -> list[Post]:
         """See :class:`~.base.Mover`."""
@@ -110,26 +108,28 @@ class StagedMover:
         finally:
             if not begun:
                 self._posts.reading(room, -1)
-            # What was not launched was prepared for another gather.
-            self.prepared.gathers.drop((room, first.segment))
+            if self.prepared is not None:
+                # What was not launched was prepared for another gather.
+                self.prepared.gathers.drop((room, first.segment))
 
     def _begin(self, room: PrefillRoom, first: Transfer, slot: Slot) -> list[_Begun]:
         """Begin what one gather can carry."""
         begun: list[_Begun] = []
-        places, pool = SlotLayout(), room.routes[first.to].pool
-        for transfer in self.prepared.order(room, self.lines.same(room, first.segment)):
+        places, pool, prepared = SlotLayout(), room.routes[first.to].pool, self.prepared
+        transfers = self.lines.same(room, first.segment)
+        for transfer in transfers if prepared is None else prepared.order(room, transfers):
             to, route = transfer.to, room.routes[transfer.to]
             if route.pool is not pool:
                 continue
             if self.slots.full(to) or not places.room_for(route.view, transfer.nbytes, self.slots.slot_bytes):
                 continue
             self.lines.remove(room, to, transfer.segment)
-            planned = self.prepared.take(room, transfer)
+            planned = None if prepared is None else prepared.take(room, transfer)
             spent = 0.0 if planned is None else planned.seconds
             one = self._posts.begin(room, transfer, partial(self._plan, planned), slot, spent)
-            if planned is not None and (one is None or one[0].tables is not planned.tables):
+            if prepared and planned and (one is None or one[0].tables is not planned.tables):
                 # Its pages were taken away meanwhile, or it has become void.
-                self.prepared.gathers.drop((room, transfer.segment))
+                prepared.gathers.drop((room, transfer.segment))
             if one is not None:
                 begun.append((*one, places.add(route.view, transfer.nbytes)))
         return begun
@@ -161,9 +161,10 @@ class StagedMover:
             members.append((post.transfer, place))
         started = self._clock()
         try:
-            prepared = self.prepared.gathers.take((room, first.transfer.segment), members)
-            if prepared is not None:
-                event = prepared.launch(slot.offset, first.after)
+            ahead = self.prepared
+            launch = None if ahead is None else ahead.gathers.take((room, first.transfer.segment), members)
+            if launch is not None:
+                event = launch.launch(slot.offset, first.after)
             else:
                 event = self._kernels.gather(first.route.pool, list(moves.values()), self._staging, first.after)
         except Exception as exc:
@@ -216,7 +217,7 @@ class StagedMover:
         """Raise AssertionError if the accounts contradict each other."""
         self.slots.check_integrity()
         if not self._posts.of_room and not self.gathering:
-            assert not self.slots.held
+            assert not self.slots.in_use
             return
         pinned = {pin for slot in self.slots for pin in slot.pins}
         known = {post for posts in self._posts.of_room.values() for post in posts if post.slot is not None}
