@@ -318,11 +318,12 @@ class Site:
         pairs = {(how.source, how.target) for how in self.conversions if how is not None}
         return ", ".join(conversion(*pair) for pair in sorted(pairs)) or None
 
-    def stored_bytes(self, number: int) -> int:
-        """Bytes of a unit of one plane in memory, where it may wait for its conversion."""
-        how = self.conversions[number] if self.conversions else None
-        plane = self.planes[number]
-        return self.spec.component(plane.layer, plane.component).unit_bytes if how is None else how.unit_bytes
+    @cached_property
+    def stored_bytes(self) -> tuple[int, ...]:
+        """Bytes of a unit of each plane in memory, where it may wait for its conversion."""
+        units = (self.spec.component(plane.layer, plane.component).unit_bytes for plane in self.planes)
+        hows = self.conversions or (None,) * len(self.planes)
+        return tuple(unit if how is None else how.unit_bytes for unit, how in zip(units, hows, strict=True))
 
     def page_rows(self, plane: Plane) -> int:
         """Rows per page of a plane. A state has its own number of rows."""

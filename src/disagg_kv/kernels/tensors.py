@@ -37,7 +37,7 @@ def plane_of(pool: PagedMemory, number: int) -> torch.Tensor:
     """All cells of a plane as uint8 ``[pages, rows per page, units, unit_bytes]``, strided over the memory itself."""
     plane = pool.site.planes[number]
     units = sum(len(held) for held in pool.site.shard.units(plane.layer, plane.component))
-    shape = pool.site.group(plane.group).pages, pool.site.page_rows(plane), units, pool.site.stored_bytes(number)
+    shape = pool.site.group(plane.group).pages, pool.site.page_rows(plane), units, pool.site.stored_bytes[number]
     return _strided(pool, plane, shape)
 
 

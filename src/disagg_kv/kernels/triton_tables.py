@@ -274,7 +274,7 @@ class Planes:
         self.groups = {g.id: (i, g.rows_per_page) for i, g in enumerate(site.groups)}
         self.group = np.array([self.groups[p.group][0] for p in site.planes], np.int64)
         self.conversions = site.conversions
-        rows = [self._words(pool, p, site.stored_bytes(i)) for i, p in enumerate(site.planes)]
+        rows = [self._words(pool, p, site.stored_bytes[i]) for i, p in enumerate(site.planes)]
         factors: list[int] = []
         for i, how in enumerate(site.conversions):
             if how is not None and how.scales is not None:

@@ -40,7 +40,7 @@ def plane_view(site: Site, buffers: Sequence[Buffer], plane: int) -> U8:
     group = site.group(where.group)
     units = sum(len(held) for held in site.shard.units(where.layer, where.component))
     return np.ndarray(
-        (group.pages, site.page_rows(where), units, site.stored_bytes(plane)),
+        (group.pages, site.page_rows(where), units, site.stored_bytes[plane]),
         np.uint8,
         bytes_of(buffers[where.buffer]),
         where.offset,

@@ -501,9 +501,9 @@ class WithoutPeers:
 @pytest.mark.parametrize(
     ("missing", "instead", "message"),
     [
-        ("peer_of", None, r"transport: .*peer_of\(\) is missing"),
-        ("caps", {"devices": {"cpu"}}, "transport: caps: a Capabilities is needed"),
-        ("name", 7, "transport: name: text is needed"),
+        ("peer_of", None, r"transports?: .*peer_of\(\) is missing"),
+        ("caps", {"devices": {"cpu"}}, "transports?: caps: a Capabilities is needed"),
+        ("name", 7, "transports?: name: text is needed"),
     ],
 )
 def test_a_transport_that_cannot_be_one_is_refused_when_the_endpoint_is_made(
