@@ -101,6 +101,12 @@ class Discovery:
         instance.look_at = self._loop.now
         self._find(room.source, instance)
 
+    def again(self, room: DecodeRoom) -> None:
+        """A rank that was found is lost. In the next ``tick`` all such rooms take one look, so none leaves at once."""
+        instance = self._instances.setdefault(room.source, PrefillInstance())
+        instance.waiting[room.key] = room
+        instance.look_at = self._loop.now
+
     def forget(self, room: DecodeRoom) -> None:
         """A room has ended; harmless if it does not wait."""
         if room.machine.error is not None and not room.given_up:

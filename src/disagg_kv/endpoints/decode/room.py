@@ -75,6 +75,14 @@ class DecodeRoom:
             return ours(exc, f"{self.name}: aux data could not be stored")
         return None
 
+    def account(self, now: float, *, released: bool) -> None:
+        """Say what the room has cost so far."""
+        inbound, report = self.machine.inbound, self.handle.report
+        report.segments, report.nbytes = inbound.segments_placed, inbound.bytes_placed
+        report.transport = self.machine.transport
+        if released and "total" not in report.seconds:
+            report.spend("total", now - self.opened)
+
     def unsettled(self, page_bytes: Mapping[GroupId, int]) -> dict[Epoch, HeldMemory]:
         """The memory that waits for evidence about each peer."""
         pages = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 
 from ...core import (
@@ -32,6 +33,7 @@ from ...core import (
     Tick,
     Verify,
 )
+from ...core.room.machine import ours
 from ...core.timers import Timers
 from ...core.wire.frames import Done, Expected
 from ...errors import DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
@@ -47,7 +49,7 @@ from ..arrivals import Arrivals
 from ..handle import ENDED, ChangeQueue
 from ..loop.buffers import Receipts
 from ..loop.event_loop import EventLoop
-from ..loop.timing import Budget
+from ..loop.timing import TICK_S, Budget
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
 from ..peers.session import PeerSession
@@ -58,9 +60,6 @@ from .handle import CheckedExpectation, ReceptionHandle
 from .path_choice import PathChooser, PendingExpectations, quarantine_full
 from .room import DecodeRoom
 from .scatter import RateLimiter, ScatterQueue
-
-TICK_S = 0.02
-"""Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
 
 
 class DecodeSide:
@@ -107,8 +106,8 @@ class DecodeSide:
 
     @property
     def open_rooms(self) -> int:
-        """Rooms that are not forgotten yet; of those that failed before prefill was found, nothing is awaited."""
-        return len(self.rooms) - sum(map(len, self._discovery.unmet.values()))
+        """Rooms not forgotten; those that failed before prefill was found count while a rank has to learn that."""
+        return len(self.rooms) - sum(map(len, self._discovery.unmet.values())) + len(self._discovery.untold)
 
     # Commands of the engine, on this thread.
 
@@ -160,12 +159,23 @@ class DecodeSide:
         budget, outcomes = self.loop.budget(), self._discovery.outcomes
         self._tell(budget)
         while outcomes and budget.take():
-            self._end_search(outcomes.popleft())
+            with self._alone(outcomes[0].room):
+                self._end_search(outcomes.popleft())
         return bool(outcomes or self._discovery.untold)
 
     def _tell(self, budget: Budget) -> None:
         while self._discovery.untold and budget.take():
-            self._inform(*self._discovery.next_untold())
+            room, epoch = self._discovery.next_untold()
+            with self._alone(room):
+                self._inform(room, epoch)
+
+    @contextmanager
+    def _alone(self, room: DecodeRoom) -> Iterator[None]:
+        """What raises ends this room: the step may be that of another peer, or of none."""
+        try:
+            yield
+        except Exception as exc:
+            self._handle(room, Cancel(ours(exc, f"{room.name}: it cannot begin")))
 
     def _inform(self, room: DecodeRoom, epoch: Epoch) -> None:
         """A prefill rank that is there, or cannot work with us, learns of a room that failed before it was known."""
@@ -185,7 +195,7 @@ class DecodeSide:
                 self._inform(room, remote.epoch)
             self._handle(room, Lost(Epoch(b""), error))  # no other rank will come
         elif any(self.loop.there(remote.epoch) is None for remote in outcome.remotes):
-            self._discovery.add(room)
+            self._discovery.again(room)
         elif (full := quarantine_full(self.queue, self._ring.nbytes, outcome.remotes)) is not None:
             self._handle(room, Cancel(full))
         else:
@@ -428,12 +438,9 @@ class DecodeSide:
             # Before the engine learns that it failed.
             unsettled, peers = room.unsettled(self._pool.site.page_bytes), [remote.epoch for remote in room.remotes]
             self.loop.sessions.hold(room.key, unsettled, peers)
-        now, report, inbound, phase = self.loop.now, handle.report, machine.inbound, machine.phase
+        now, phase = self.loop.now, machine.phase
         released = phase in ENDED and machine.released
-        report.segments, report.nbytes = inbound.segments_placed, inbound.bytes_placed
-        report.transport = machine.transport
-        if released and "total" not in report.seconds:
-            report.spend("total", now - room.opened)
+        room.account(now, released=released)
         if (state := (phase, released)) != handle.state:
             error = machine.error and self.loop.pauses.explain(machine.error, room.opened, now)
             handle.publish(state, error, self.loop.clock())
@@ -452,7 +459,7 @@ class DecodeSide:
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self.loop.remember(machine.writers, room.key, ended)
             if self.loop.observed:
-                span = room_span(room.key.room, room.opened, now, report, machine.error)
+                span = room_span(room.key.room, room.opened, now, handle.report, machine.error)
                 self.loop.observer.span(span)
 
     # Time.
@@ -492,8 +499,7 @@ class DecodeSide:
         self.queue.check_integrity()
         if self.flags is not None:
             self.flags.check_integrity(self.rooms.values(), self.loop.peers.all())
-        unmet = {key for rooms in self._discovery.unmet.values() for key in rooms}
-        assert unmet <= self.rooms.keys()
+        assert {key for rooms in self._discovery.unmet.values() for key in rooms} <= self.rooms.keys()
         for room in self.rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()

@@ -224,7 +224,7 @@ class Endpoint(ABC, Generic[H, S]):
         """
         self._ids.check(room)
         if (superseded := self._loop.ranks.superseded) is not None:
-            raise superseded
+            raise superseded.about(room_name(room))
         return RoomKey(room, Generation(next(self._generations)))
 
     def _break_down(self, error: DisaggKVError) -> None:

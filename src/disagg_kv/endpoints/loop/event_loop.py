@@ -300,7 +300,7 @@ class EventLoop(Peering):
             try:
                 if isinstance(report, Failed):
                     for link in self.connections.carried(transport):
-                        self._on_peer_lost(link, report.reason, fenced=False)
+                        self.failures.guard(partial(self._on_peer_lost, link, report.reason, fenced=False))
                 elif not isinstance(report, PeerLost):
                     self.side.on_ticket(transport.name, report)
                 elif links := self.connections.carried(transport, report.peer):

@@ -234,6 +234,8 @@ class Peering:
         session = self.peers.known(epoch)
         if session is None or session.carrier is None or session.remote is None:
             raise TransportError(f"{self.sessions.name(epoch)} is lost", **self.sessions.who(epoch))
+        if why := self.me.transports.failed(session.carrier.transport):
+            raise TransportError(f"{self.sessions.name(epoch)}: {why}", **self.sessions.who(epoch))
         return session.carrier
 
     def there(self, epoch: Epoch) -> PeerSession | None:

@@ -27,6 +27,9 @@ from attrs import define, frozen
 from ...errors import AbortedError, DeadlineError, DisaggKVError, InstanceClosedError, PeerLostError
 from ...transports import Capabilities
 
+TICK_S = 0.02
+"""Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
+
 BUDGET_S = 0.01
 """Seconds after which no further piece of work is begun in a step; a piece that has begun is finished."""
 

@@ -185,11 +185,11 @@ class Connections:
             link.linked = error is None and wanted
             if error is not None:
                 self._fail(link.session, error, at)
-            elif not wanted:
-                self._disconnect(link)
             if link.linked:
                 self._under_way -= 1
             else:
+                if link.carrier is not None:
+                    self._disconnect(link)
                 self._forget(link)
             if wanted:
                 out.append(ConnectResult(link.session, error or _reached(link), frames))
