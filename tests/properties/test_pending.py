@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_kv.core import RoomKey, Transfer
-from disagg_kv.endpoints.prefill.movers.pending import PageLines, SlotLines
+from disagg_kv.endpoints.prefill.movers.direct import PageLines
+from disagg_kv.endpoints.prefill.movers.staged import SlotLines
+from disagg_kv.endpoints.prefill.room import PrefillRoom
 from disagg_kv.ids import Epoch, Generation, RoomId
 from disagg_kv.planning import Segment
 
-ROOMS = [RoomKey(RoomId(b"%d" % n), Generation(n)) for n in range(3)]
+ROOMS = [cast("PrefillRoom", RoomKey(RoomId(b"%d" % n), Generation(n))) for n in range(3)]
 PEERS = [Epoch(bytes([n] * 16)) for n in range(3)]
 SEGMENTS = [Segment(n, n + 1, 0, 1) for n in range(3)]
-Name = tuple[RoomKey, Epoch, Segment]
+Name = tuple[PrefillRoom, Epoch, Segment]
 
 names = st.tuples(st.sampled_from(ROOMS), st.sampled_from(PEERS), st.sampled_from(SEGMENTS))
 steps = st.lists(st.tuples(st.sampled_from(["add", "remove", "forget"]), names, st.integers(0, 99)), max_size=60)
@@ -27,7 +31,7 @@ def straight(name: Name) -> bool:
 @given(steps, st.sets(st.sampled_from(PEERS)))
 def test_it_is_a_list_that_is_searched_without_a_search(given: list[tuple[str, Name, int]], full: set[Epoch]) -> None:
     """The oracle is a plain dict in the order of arrival."""
-    pages, slots, model = PageLines[RoomKey](), SlotLines[RoomKey](), dict[Name, Transfer]()
+    pages, slots, model = PageLines(), SlotLines(), dict[Name, Transfer]()
     for what, name, lease in given:
         room, to, segment = name
         waiting = pages if straight(name) else slots

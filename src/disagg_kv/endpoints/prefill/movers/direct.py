@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ....core import Transfer
 from ....errors import LocalProtocolError
 from ....geometry import I32
-from ....planning import Writes
+from ....ids import Epoch
+from ....planning import Segment, Writes
 from ....strategies import Tables
 from ...loop.event_loop import EventLoop
 from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
-from .pending import PageLines
-from .posts import Post, Posts
+from .posts import Post, Posts, take_out
+
+
+class PageLines:
+    """Transfers that have not begun: a line per room and destination, served in the order in which they came.
+
+    A transfer that comes again takes the place of the earlier one.
+
+    ``of`` has the lines of a room.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[PrefillRoom, dict[Epoch, dict[Segment, Transfer]]] = {}
+
+    def add(self, room: PrefillRoom, transfer: Transfer) -> None:
+        """It waits from now on."""
+        self.of.setdefault(room, {}).setdefault(transfer.to, {})[transfer.segment] = transfer
+
+    def remove(self, room: PrefillRoom, to: Epoch, segment: Segment) -> None:
+        """It begins, or is not wanted any more."""
+        take_out(self.of[room], to, segment)
+        if not self.of[room]:
+            del self.of[room]
+
+    def forget(self, room: PrefillRoom) -> None:
+        """Nothing of a room is wanted any more."""
+        self.of.pop(room, None)
+
+    def lines(self) -> Sequence[tuple[PrefillRoom, Epoch, Sequence[Transfer]]]:
+        """Rooms and destinations between which something waits, and what, in order."""
+        return [(room, to, tuple(line.values())) for room, lines in self.of.items() for to, line in lines.items()]
 
 
 class DirectMover:
@@ -30,7 +62,7 @@ class DirectMover:
     def __init__(self, loop: EventLoop, posts: Posts) -> None:
         self._posts = posts
         self._regions: I32 = np.array(loop.me.regions, np.int32)
-        self.lines = PageLines[PrefillRoom]()
+        self.lines = PageLines()
         self.add, self.withdraw, self.outcome = self.lines.add, self.lines.forget, posts.outcome
         self.waits = False
         """Whether a transfer waits for an event that only polling finds."""

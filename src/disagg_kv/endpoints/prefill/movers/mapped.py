@@ -29,7 +29,7 @@ from ...loop.event_loop import EventLoop
 from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
-from .pending import PageLines
+from .direct import PageLines
 from .posts import Post, Posts
 
 _RUNNING: dict[Copying, None] = {}
@@ -72,7 +72,7 @@ class MappedMover:
         self._together = isinstance(kernels, SupportsStreams)
         self._clock = loop.clock
         self._posts = posts
-        self.lines = PageLines[PrefillRoom]()
+        self.lines = PageLines()
         self.add, self.withdraw, self.outcome = self.lines.add, self.lines.forget, posts.outcome
         self.running: list[Copying] = []
         self.failed: list[Copying] = []

@@ -28,13 +28,24 @@ from ...peers.session import HeldMemory
 from ..room import PrefillRoom
 from ..routes import Route
 from ..throughput import ThroughputEstimator
-from .pending import take_out
 
 P = TypeVar("P")
 """A plan."""
 
+K = TypeVar("K", bound=Hashable)
+N = TypeVar("N", bound=Hashable)
+V = TypeVar("V")
+
 Posted = tuple[str, Ticket]
 """A ticket, and the name of its transport."""
+
+
+def take_out(table: dict[K, dict[N, V]], key: K, name: N) -> V | None:
+    """Take one out of an entry of a table, and the entry with the last of them; None: it is not there."""
+    found = table[key].pop(name, None)
+    if not table[key]:
+        del table[key]
+    return found
 
 
 @define(eq=False)

@@ -16,8 +16,7 @@ from ...loop.event_loop import EventLoop
 from ...prepared import PreparedLaunches
 from ..room import PrefillRoom
 from ..routes import Route
-from .pending import take_out
-from .posts import SlotLayout
+from .posts import SlotLayout, take_out
 
 
 @frozen(eq=False)

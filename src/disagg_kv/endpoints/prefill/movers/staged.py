@@ -10,8 +10,9 @@ are final, and this thread only asks later whether they have ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
+from itertools import count
 
 from attrs import define
 
@@ -20,14 +21,13 @@ from ....errors import RemoteProtocolError
 from ....ids import Epoch, RegionId
 from ....kernels import Kernels, Move, SupportsPreparing
 from ....memory import Buffer, Event
-from ....planning import StagedLayout, Writes
+from ....planning import Segment, StagedLayout, Writes
 from ....strategies import Tables
 from ...loop.event_loop import EventLoop
 from ...loop.timing import Budget
 from ..room import PrefillRoom
 from ..routes import Route
-from .pending import SlotLines
-from .posts import Post, Posts, Slot, SlotLayout
+from .posts import Post, Posts, Slot, SlotLayout, take_out
 from .prepared import Planned, PreparedGathers
 
 
@@ -51,6 +51,51 @@ _Begun = tuple[Post, StagedLayout, int]
 """A transfer that has begun, and where in the slot its bytes go."""
 
 
+class SlotLines:
+    """Transfers that have not begun: a line per destination; of their heads the one that came first is first.
+
+    A transfer that comes again takes the place of the earlier one.
+
+    ``of`` has the places of a room's transfers.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._lines: dict[Epoch, dict[tuple[PrefillRoom, Segment], int]] = {}
+        self._together: dict[tuple[PrefillRoom, Segment], dict[Epoch, Transfer]] = {}
+        self.of: dict[PrefillRoom, dict[tuple[Epoch, Segment], None]] = {}
+
+    def add(self, room: PrefillRoom, transfer: Transfer) -> None:
+        """It waits from now on."""
+        to, segment = transfer.to, transfer.segment
+        self.of.setdefault(room, {})[to, segment] = None
+        self._lines.setdefault(to, {}).setdefault((room, segment), next(self._numbers))
+        self._together.setdefault((room, segment), {})[to] = transfer
+
+    def remove(self, room: PrefillRoom, to: Epoch, segment: Segment) -> None:
+        """It begins, or is not wanted any more."""
+        take_out(self.of, room, (to, segment))
+        take_out(self._lines, to, (room, segment))
+        take_out(self._together, (room, segment), to)
+
+    def forget(self, room: PrefillRoom) -> None:
+        """Nothing of a room is wanted any more."""
+        for to, segment in list(self.of.get(room, ())):
+            self.remove(room, to, segment)
+
+    def first(self, full: Callable[[Epoch], bool]) -> tuple[PrefillRoom, Transfer] | None:
+        """The one that came first to a destination that is not full."""
+        heads = [(next(iter(line.items())), to) for to, line in self._lines.items() if not full(to)]
+        if not heads:
+            return None
+        (key, _), to = min(heads, key=lambda head: head[0][1])
+        return key[0], self._together[key][to]
+
+    def same(self, room: PrefillRoom, segment: Segment) -> list[Transfer]:
+        """Those of one segment, in the order in which they came."""
+        return list(self._together.get((room, segment), {}).values())
+
+
 class StagedMover:
     """A :class:`~.base.Mover`.
 
@@ -71,7 +116,7 @@ class StagedMover:
         self._posts = posts
         self._clock = loop.clock
         self.slots = posts.slots
-        self.lines = SlotLines[PrefillRoom]()
+        self.lines = SlotLines()
         self.add, self.withdraw, self.outcome = self.lines.add, self.lines.forget, posts.outcome
         self.gathering: list[_Gathering] = []
         self.prepared: PreparedGathers | None = None
