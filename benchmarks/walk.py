@@ -42,7 +42,6 @@ THEIRS = PageTable(GroupId("kv"), [3, 0, 2, 1])
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 SIDES = {
     "endpoints/prefill/rooms.py": "rooms",
-    "endpoints/prefill/room_table.py": "rooms",
     "endpoints/prefill/transfers.py": "transfers",
     **{
         f"endpoints/prefill/movers/{name}.py": "transfers"

@@ -14,7 +14,7 @@ from ..peers.session import PeerSession
 
 
 class Side(Protocol):
-    """The half that is different: rooms, and what moves their bytes."""
+    """The half that is different: rooms, and what moves their bytes. A half inherits what it does nothing about."""
 
     def on_frame(self, frame: RoomFrame) -> None:
         """A frame about a room, from an incarnation that is known, to this incarnation."""
@@ -22,11 +22,11 @@ class Side(Protocol):
 
     def on_up(self, session: PeerSession) -> None:
         """A peer of the other side is there."""
-        ...
+        return
 
     def on_greeted(self, epoch: Epoch) -> None:
         """A peer of the other side had lost us, or has received no frame from us for a while."""
-        ...
+        return
 
     def on_lost(self, lost: Lost) -> None:
         """A peer of the other side is lost."""
@@ -34,15 +34,15 @@ class Side(Protocol):
 
     def forget(self, session: PeerSession) -> None:
         """A peer of the other side is forgotten: no room here uses it."""
-        ...
+        return
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """No endpoint that we can work with answers at an address."""
-        ...
+        return
 
     def on_answer(self, answer: LookupResult) -> None:
         """The rendezvous has answered where an instance is."""
-        ...
+        return
 
     def on_gone(self, session: PeerSession) -> None:
         """Evidence: a peer's process has ended and its last writes have landed."""

@@ -94,6 +94,13 @@ class PrefillRoom:
     passes: dict[int, LayerGroups] = field(factory=dict)
     used: list[PeerSession] = field(factory=list)
 
+    def routed(self, to: Epoch, route: Route) -> None:
+        """Its bytes get to a decode rank by this route."""
+        self.routes[to] = route
+        report = self.handle.report
+        report.path, report.reason = route.path.name, "decode has chosen it"
+        report.transport, report.transport_reason = route.carrier.name, route.carrier.reason
+
     def arm_flag(self, transfer: Transfer, device: str, observer: Observer) -> Flag | None:
         """The flag of a transfer, for kernels of a device to raise behind its bytes; None: frames alone announce it.
 
