@@ -31,9 +31,8 @@ from .base import (
     WriteFailed,
     Wrote,
 )
-from .peers.known_peer import KnownPeer
-from .peers.known_peers import LinkBudget
-from .peers.peer_effects import Forget, Forgotten, Greeted, PeerEffect, SendTo, Unreachable, Up
+from .peers.known_peers import Forgotten, KnownPeer, LinkBudget
+from .peers.peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up
 from .peers.peer_table import PeerTable
 from .room.flow import Flow, FlowPlan
 from .room.receive_room import ReceiveRoom

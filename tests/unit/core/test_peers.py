@@ -21,7 +21,7 @@ from disagg_kv.core import (
     Unreachable,
     Up,
 )
-from disagg_kv.core.peers.known_peer import FORGET_AFTER
+from disagg_kv.core.peers.known_peers import FORGET_AFTER
 from disagg_kv.core.peers.peer_effects import PeerEffect
 from disagg_kv.core.peers.refusals import MAX_REFUSED, Answers
 from disagg_kv.core.wire.frames import Heartbeat, Refused, WireSite, WireSpec

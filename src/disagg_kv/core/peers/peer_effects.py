@@ -1,4 +1,4 @@
-"""What the peer table asks for, and which of two incarnations is the older one."""
+"""What the peer table asks for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...errors import DisaggKVError
 from ...ids import Epoch
 from ..base import Lost
 from ..wire.frames import Frame, Hello
-from .known_peer import KnownPeer
+from .known_peers import Forgotten
 
 
 @frozen
@@ -53,19 +53,4 @@ class Forget:
     address: str
 
 
-@frozen
-class Forgotten:
-    """No room uses this incarnation: drop all that there is of it."""
-
-    peer: KnownPeer
-
-
 PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget | Forgotten
-
-
-def is_older(hello: Hello, other: Hello) -> bool:
-    """Whether an incarnation began before another; False if their hosts differ: clocks of two hosts are not compared.
-
-    The start of the process does not count: a younger incarnation may belong to an older process.
-    """
-    return hello.host == other.host and hello.born < other.born

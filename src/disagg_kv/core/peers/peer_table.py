@@ -442,7 +442,7 @@ class PeerTable(KnownPeers[P]):
     def _look_at_lost(self, peer: P, now: float) -> list[PeerEffect]:
         """Something may be due for a peer that is lost."""
         if not peer.users and peer.replaced:
-            return self._drop(peer)
+            return [*self._drop(peer)]
         if not peer.users and now >= peer.forgotten_at(self._options):
             self._dials.absent(peer.hello.address)
             return [*self._drop(peer), Forget(peer.hello.address)]

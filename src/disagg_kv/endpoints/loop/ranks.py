@@ -12,7 +12,7 @@ import logging
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from ...core.peers.peer_effects import is_older
+from ...core.peers.known_peers import is_older
 from ...errors import SupersededError
 from ...ids import Epoch, Rank
 from ...rendezvous import Source
