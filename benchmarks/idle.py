@@ -67,7 +67,7 @@ from disagg_kv import (
 from disagg_kv.channels import Channel, UnixChannel, ZmqChannel
 from disagg_kv.core import Options, Phase
 from disagg_kv.endpoints.loop import event_loop
-from disagg_kv.endpoints.loop.timing import SHORTEST_PAUSE_S, IdlePolicy, Rest
+from disagg_kv.endpoints.loop.timing import SHORTEST_PAUSE_S, IdlePolicy
 from disagg_kv.ids import LayerId, Role, RoomId
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import between_processes
@@ -121,7 +121,7 @@ class Without(IdlePolicy):
         if "growing pauses" in off:
             self._longest = SHORTEST_PAUSE_S
 
-    def rest(self, now: float, timeout_s: float, *, busy: bool, in_pass_s: float) -> Rest:
+    def rest(self, now: float, timeout_s: float, *, busy: bool, in_pass_s: float) -> float:
         """See the policy."""
         if "pause of a pass" in self._off:
             in_pass_s = 0.0

@@ -8,7 +8,9 @@ from typing import Literal
 from attrs import define, field, frozen
 
 from ..core import Phase
+from ..errors import DisaggKVError
 from ..ids import Epoch, Rank, RoomId
+from ..trace import Span
 
 
 @define
@@ -55,6 +57,14 @@ class Report:
     def spend(self, phase: str, seconds: float) -> None:
         """Add seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def span(self, room: RoomId, began: float, now: float, error: DisaggKVError | None) -> Span:
+        """A whole room, which is forgotten now; times in seconds of the endpoint's clock."""
+        outcome = "done" if error is None else "failed"
+        labels = {"outcome": outcome, "path": self.path, "transport": self.transport, "segments": str(self.segments)}
+        if error is not None:
+            labels["error"] = type(error).__name__
+        return Span("room", room, began, now, self.nbytes, self.descriptors, labels)
 
     def write_begins(self, now: float) -> None:
         """Count a write as in flight from ``now`` on. Overlapping writes count once, even if reported late."""

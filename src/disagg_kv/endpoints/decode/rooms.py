@@ -53,7 +53,6 @@ from ..loop.timing import TICK_S, Budget
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
 from ..peers.session import PeerSession
-from ..spans import room_span
 from .discovery import Discovery, Found, Unreachable
 from .flags import RoomFlags
 from .handle import CheckedExpectation, ReceptionHandle
@@ -459,8 +458,7 @@ class DecodeSide:
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self.loop.remember(machine.writers, room.key, ended)
             if self.loop.observed:
-                span = room_span(room.key.room, room.opened, now, handle.report, machine.error)
-                self.loop.observer.span(span)
+                self.loop.observer.span(handle.report.span(room.key.room, room.opened, now, machine.error))
 
     # Time.
 

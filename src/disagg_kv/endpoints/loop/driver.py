@@ -40,7 +40,7 @@ from ...memory import undisturbed
 from ..latch import Latch
 from .event_loop import EventLoop
 from .failures import Broken
-from .timing import BUDGET_S, Rest
+from .timing import BUDGET_S
 
 STEP_S = 1.0
 """The longest single wait; whatever happens wakes the thread earlier."""
@@ -164,7 +164,7 @@ class Driver:
         self._turn = Turn()
         self._called = self._engine_until = -inf
         self._fast = self._lent = False
-        self._rest = Rest(0.0, 0.0)
+        self._rest_s = 0.0
         self._waits_until = -inf
         self.closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
@@ -321,8 +321,8 @@ class Driver:
         """The endpoint's thread: say until when it waits. An engine's: wake that thread if it waits for too long."""
         loop = self.loop
         if threading.current_thread() is self._thread:
-            self._rest = loop.rest(STEP_S)
-            self._waits_until = loop.now + self._rest.seconds
+            self._rest_s = loop.rest(STEP_S)
+            self._waits_until = loop.now + self._rest_s
             return
         waits_until = self._waits_until  # that thread may go on at any moment
         if waits_until == -inf:
@@ -331,7 +331,7 @@ class Driver:
             loop.left
             or loop.behind
             or (self._fast and loop.pending)
-            or loop.now + loop.rest(STEP_S).seconds < waits_until - TURN_S  # the same time, but for rounding, is none
+            or loop.now + loop.rest(STEP_S) < waits_until - TURN_S  # the same time, but for rounding, is none
         ):
             # ``_waits_until`` stays: until that thread has begun to wait, a later advance may take this wake-up from
             # the channel, and has to repeat it.
@@ -361,7 +361,7 @@ class Driver:
                 loop.sleep(TURN_S)
             elif not loop.behind and self._asked.empty():
                 if not loop.left:
-                    loop.wait(self._rest)
+                    loop.wait(self._rest_s)
                 self._waits_until = -inf
 
     def close(self, drain_s: float) -> None:

@@ -32,7 +32,7 @@ from .buffers import ReceiveBuffer
 from .peering import Peering
 from .ranks import InstanceRanks
 from .side import Side
-from .timing import BUDGET_S, IDLE_S, MOST, TARGET_S, Budget, IdlePolicy, Pauses, Rest
+from .timing import BUDGET_S, IDLE_S, MOST, TARGET_S, Budget, IdlePolicy, Pauses
 
 log = logging.getLogger("disagg_kv")
 
@@ -110,12 +110,12 @@ class EventLoop(Peering):
         """Whether something goes on that must not wait for long. From any thread."""
         return self._busy or self.side.open_rooms > 0 or self.behind
 
-    def wait(self, rest: Rest) -> None:
+    def wait(self, seconds: float) -> None:
         """Wait for messages, or for what is due. Safe beside an advance on another thread."""
         if (deaf_s := self._deaf_until - self.clock()) > 0:
             self.sleep(deaf_s)
-        elif rest.seconds > 0:
-            self.channel.wait(rest.seconds)
+        elif seconds > 0:
+            self.channel.wait(seconds)
 
     # A step.
 
@@ -246,8 +246,8 @@ class EventLoop(Peering):
 
     # Between two steps.
 
-    def rest(self, timeout_s: float) -> Rest:
-        """How to wait after an advance, at most for ``timeout_s``; above SOON_S, call it with the turn."""
+    def rest(self, timeout_s: float) -> float:
+        """Seconds to wait after an advance, at most ``timeout_s``; above SOON_S, call it with the turn."""
         if self._must_poll and self.side.open_rooms:
             timeout_s = min(timeout_s, TARGET_S)
         if self._stale and timeout_s > SOON_S:

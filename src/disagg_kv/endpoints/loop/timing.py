@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from attrs import define, frozen
+from attrs import define
 
 from ...errors import AbortedError, DeadlineError, DisaggKVError, InstanceClosedError, PeerLostError
 from ...transports import Capabilities
@@ -81,24 +81,6 @@ FAST_BYTES_PER_S = 5e10
 """On a wire of this speed every pause is the shortest: in the longest one it moves tens of MiB."""
 
 
-@frozen
-class Rest:
-    """What an endpoint does between two steps.
-
-    Args:
-        block_s: wait for a message for at most this long; 0: only look whether one is there.
-        pause_s: then pause; 0: go on at once.
-    """
-
-    block_s: float
-    pause_s: float
-
-    @property
-    def seconds(self) -> float:
-        """How long that takes at most."""
-        return self.pause_s or self.block_s
-
-
 class IdlePolicy:
     """Chooses how to wait; one thread at a time.
 
@@ -110,8 +92,8 @@ class IdlePolicy:
         self._longest = SHORTEST_PAUSE_S if caps.bytes_per_s >= FAST_BYTES_PER_S else LONGEST_PAUSE_S
         self._polls_since = inf
 
-    def rest(self, now: float, timeout_s: float, *, busy: bool, in_pass_s: float) -> Rest:
-        """How to wait after a step, at the time ``now``.
+    def rest(self, now: float, timeout_s: float, *, busy: bool, in_pass_s: float) -> float:
+        """Seconds to wait for a message after a step, at the time ``now``.
 
         * ``timeout_s``: the longest that the caller wants to wait.
         * ``busy``: something is in flight that only polling shows to be done.
@@ -119,11 +101,11 @@ class IdlePolicy:
         """
         if not busy:
             self._polls_since = inf
-            return Rest(timeout_s, 0.0)
+            return timeout_s
         if block_s := min(timeout_s, in_pass_s):
-            return Rest(block_s, 0.0)
+            return block_s
         self._polls_since = min(self._polls_since, now)
-        return Rest(0.0, min(max(SHORTEST_PAUSE_S, PAUSE_SHARE * (now - self._polls_since)), self._longest))
+        return min(max(SHORTEST_PAUSE_S, PAUSE_SHARE * (now - self._polls_since)), self._longest)
 
 
 SHARE = 0.1

@@ -45,7 +45,6 @@ from ..handle import ENDED, ChangeQueue, HostEvent
 from ..loop.event_loop import EventLoop
 from ..loop.side import Side
 from ..peers.session import PeerSession
-from ..spans import room_span
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
 from .movers.base import Mover
 from .movers.posts import Broken, Unread
@@ -497,4 +496,4 @@ class PrefillSide(Side):
             own = room_head(loop.me.epoch, loop.me.epoch, name, room.key.generation)
             self._arrivals.over(Abort(**own, reason=words(machine.error)))
         if loop.observed:
-            loop.observer.span(room_span(name, room.opened, loop.now, room.handle.report, machine.error))
+            loop.observer.span(room.handle.report.span(name, room.opened, loop.now, machine.error))
