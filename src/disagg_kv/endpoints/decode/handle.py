@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from ... import arguments
 from ...core import RoomKey
-from ...errors import AbortedError, DisaggKVError, EndpointBrokenError, GeometryError, LocalProtocolError
+from ...errors import AbortedError, EndpointBrokenError, GeometryError, LocalProtocolError
 from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId
 from ...memory import Event, MemoryPool
@@ -19,6 +19,9 @@ from ...strategies import Selection
 from ..expectation import Expectation, after, first_row
 from ..handle import RoomHandle, check_states, check_tables
 from ..loop.driver import Driver
+
+if TYPE_CHECKING:
+    from .rooms import DecodeSide
 
 
 @frozen
@@ -44,24 +47,10 @@ class CheckedExpectation:
     ready: Event | None = None
 
 
-class DecodeCommands(Protocol):
-    """The decode side, as its handles see it: they post these calls to the loop."""
-
-    def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
-        """Rows are awaited."""
-        ...
-
-    def abort(self, key: RoomKey, error: DisaggKVError) -> None:
-        """The engine gives the room up."""
-        ...
-
-
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
 
-    def __init__(
-        self, key: RoomKey, pool: MemoryPool, driver: Driver, side: DecodeCommands, selection: Selection
-    ) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, driver: Driver, side: DecodeSide, selection: Selection) -> None:
         super().__init__(key.room)
         self._selection = selection
         self._key = key

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
@@ -30,6 +30,9 @@ from ..handle import HostEvent, RoomHandle, check_states, check_tables, joined
 from ..loop.construction import check_aux
 from ..loop.driver import Driver
 
+if TYPE_CHECKING:
+    from .rooms import PrefillSide
+
 Act = Callable[[SendRoom, float], list[Effect]]
 
 
@@ -45,40 +48,6 @@ class SubmittedChunk:
     batch: Batch
 
 
-class PrefillCommands(Protocol):
-    """The prefill side, as its handles see it: they post these calls to the loop."""
-
-    def change(self, key: RoomKey, act: Act) -> None:
-        """Have a room's machine do something."""
-        ...
-
-    def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
-        """The engine's event raised."""
-        ...
-
-    def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
-        """These rows are final once ``ready`` has happened."""
-        ...
-
-    def final_at(
-        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None, said: float
-    ) -> None:
-        """The engine ``said`` when these layers (None: all) of submitted rows are final: at ``ready``, or now."""
-        ...
-
-    def begun(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
-        """The first layer of submitted rows is computed, or queued on its device."""
-        ...
-
-    def closed_at(self, submitted: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
-        """The forward pass that computes submitted rows has ended once ``ready`` has happened."""
-        ...
-
-    def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
-        """Stop reading a room's pages."""
-        ...
-
-
 class DeliveryHandle(RoomHandle):
     """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`.
 
@@ -87,7 +56,7 @@ class DeliveryHandle(RoomHandle):
         held: rows that decode holds already; None: decode has not reported them yet.
     """
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, driver: Driver, side: PrefillCommands) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, driver: Driver, side: PrefillSide) -> None:
         super().__init__(key.room)
         self._key = key
         self._pool = pool
@@ -278,7 +247,7 @@ class ForwardPass:
         submitted: Sequence[SubmittedChunk],
         layers: Sequence[LayerId],
         driver: Driver,
-        side: PrefillCommands,
+        side: PrefillSide,
         cuts: LayerGroups,
         *,
         layered: bool,

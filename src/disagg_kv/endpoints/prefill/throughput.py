@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from attrs import define
 
@@ -14,9 +15,11 @@ from ...ids import LayerId
 from ...memory import Event
 from ...planning import Pace
 from ...trace import Span
-from ..bounded import bound
 from ..loop.event_loop import EventLoop
 from .handle import SubmittedChunk
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 NEW = 0.3
 """The weight of a new measurement against all earlier ones."""
@@ -107,7 +110,7 @@ class ThroughputEstimator:
         """A forward pass begins."""
         if submitted:
             self._passes[_name(submitted)] = _Pass(sum(submitted[0].batch.tokens), at, at, self._told)
-            bound(self._passes, PASSES)
+            _bound(self._passes)
 
     def first(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
         """The engine has computed the first layer of a pass, or asked a device for it."""
@@ -213,7 +216,7 @@ class EventFifo:
     ) -> None:
         """Put an event behind those of the same line; ``occurred`` is called with the time at which it was seen."""
         self.lines.setdefault(line, deque()).append((event, occurred, broken))
-        bound(self.lines, PASSES)
+        _bound(self.lines)
 
     def look(self) -> bool:
         """Report the events that have happened; True while another one is awaited."""
@@ -283,6 +286,12 @@ class PassTimes:
 
 def _name(submitted: Sequence[SubmittedChunk]) -> tuple[RoomKey, int]:
     return submitted[0].key, submitted[0].call_id
+
+
+def _bound(passes: OrderedDict[K, V]) -> None:
+    """Forget the oldest beyond :data:`PASSES`."""
+    while len(passes) > PASSES:
+        passes.popitem(last=False)
 
 
 def _mixed(before: float | None, new: float) -> float:
