@@ -44,11 +44,11 @@ from ...planning import InstancePlans, Segment
 from ...rendezvous import Source
 from ...staging import GrantQueue, Lease
 from ...trace import Span
-from ...transports import Settled, WriteEnded
 from ..arrivals import Arrivals
 from ..handle import ENDED, ChangeQueue
 from ..loop.buffers import Receipts
 from ..loop.event_loop import EventLoop
+from ..loop.side import Side
 from ..loop.timing import TICK_S, Budget
 from ..peers.directory import LookupResult
 from ..peers.handshake import RemoteEndpoint
@@ -61,7 +61,7 @@ from .room import DecodeRoom
 from .scatter import RateLimiter, ScatterQueue
 
 
-class DecodeSide:
+class DecodeSide(Side):
     """Everything here runs on the thread that advances. ``exposes``: prefill may write straight to pages.
 
     ``rooms`` are not forgotten; ``queue`` has their leases, and who waits for one; ``scatters`` go from ring to pages.
@@ -289,10 +289,6 @@ class DecodeSide:
         room = self.rooms.get(key)
         if room is not None:
             self._handle(room, decided)
-
-    def on_ticket(self, transport: str, event: WriteEnded | Settled) -> None:
-        """Decode posts nothing."""
-        raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
 
     # Effects.
 

@@ -6,7 +6,7 @@ from math import inf
 from typing import Protocol
 
 from ...core import Decided, Lost, RoomFrame, RoomKey
-from ...errors import DisaggKVError
+from ...errors import DisaggKVError, LocalProtocolError
 from ...ids import Epoch
 from ...transports import Settled, WriteEnded
 from ..peers.directory import LookupResult
@@ -49,8 +49,8 @@ class Side(Protocol):
         ...
 
     def on_ticket(self, transport: str, event: WriteEnded | Settled) -> None:
-        """A write ended, or is quiet at last."""
-        ...
+        """A write ended, or is quiet at last. Decode posts none."""
+        raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
