@@ -37,7 +37,7 @@ CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,prometheus]", "nixl-cu13")
 # What is not of the CPU suite.
 OUTSIDE = ("--ignore=tests/gpu", "--ignore=tests/engines")
-# Tests with engines take minutes: stacks of all threads after some of them would be no news.
+# Tests with engines, and hundreds of rounds of faults, take longer than the limit that ends a test which hangs in C.
 NO_DUMP = ("-o", "faulthandler_timeout=0")
 # What Mooncake's wheel leaves out, and the Debian package that has it.
 SYSTEM = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
@@ -337,7 +337,7 @@ def faults(session: nox.Session) -> None:
     session.env["DISAGG_KV_ROUNDS"] = os.environ.get("DISAGG_KV_ROUNDS", "5")
     processes = Path("tests/unit/processes")
     files = [str(processes / f"test_{name}.py") for name in ("real_transports", "faults", "pauses")]
-    pytest(session, "--timeout=3600", "-rP", *files, "tests/unit/hosts")
+    pytest(session, *NO_DUMP, "--timeout=3600", "-rP", *files, "tests/unit/hosts")
 
 
 @nox.session(venv_backend="none")
