@@ -49,7 +49,7 @@ LOOK_S = 0.02
 """Seconds between two checks of the processes of peers."""
 
 PROBE_S = 1.0
-"""Seconds between two empty messages to each peer: the end of an idle peer shows nowhere else."""
+"""Seconds between two empty messages to each peer, at least: the end of an idle peer shows nowhere else."""
 
 GRACE_S = 0.2
 """How long after the observed exit of a process the writes to it that failed are given up as quiet."""
@@ -71,11 +71,6 @@ class Link:
     leaving: bool = False
     exited_at: float | None = None
     probe_at: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Of its agent."""
-        return self.peer.hex()
 
 
 @define(eq=False)
@@ -160,6 +155,7 @@ class Worker:
         self._active_at = time.monotonic()
         self._look_at = self._hear_at = 0.0
         self._exits: Exits[Peer] = Exits()
+        self._probes: deque[Link] = deque()  # by ``probe_at``
         self._looked_at = -math.inf
         self._until: float | None = None
         self._over = False
@@ -238,9 +234,6 @@ class Worker:
             now = time.monotonic()
             away_s = self._looked_at + AWAY_S - now
             command = self._commands.get(max(away_s, min(self._idle_s, max(BUSY_S, (now - self._active_at) / 16))))
-            for peer in self._exits.ended():
-                self._links[peer].exited_at = time.monotonic()
-                self._look_at = 0.0
             if command is None and time.monotonic() < self._looked_at + AWAY_S:
                 continue
             # A thread that posts now also moves the library on, and must not have to wait for this thread afterwards.
@@ -257,6 +250,7 @@ class Worker:
             if self._open:
                 # The library may still read the memory, and would crash if its handles were collected at exit.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._open)))
+            self._exits.clear()
             self._over = True
             del self._agent
 
@@ -283,11 +277,15 @@ class Worker:
             raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
         agent.add(metadata, peer.hex())
         if link is None:
-            if watch is not None:
-                self._exits.add(peer, watch)
+            try:
+                if watch is not None:
+                    self._exits.add(peer, watch)
+            except TransportError:
+                agent.remove(peer.hex())
+                raise
             link = self._links[peer] = Link(peer)
             # The first message makes the connection; better now than with the first write.
-            self._look_at = 0.0
+            self._probes.appendleft(link)
         link.leaving = False
         return link
 
@@ -298,7 +296,6 @@ class Worker:
         link = self._links.get(peer)
         if link is not None:
             link.leaving = True
-            self._look_at = 0.0
 
     def _progress(self) -> None:
         self._hear()
@@ -328,22 +325,23 @@ class Worker:
         self._look(now)
 
     def _look(self, now: float) -> None:
-        """Act on what became of peers, and of jobs that failed, if it is time; send one empty message at most."""
+        """Send one empty message at most; if it is time, act on what became of peers, and of jobs that failed."""
+        if self._probes and now >= self._probes[0].probe_at:
+            self._probe(self._probes.popleft(), now)
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        for link in tuple(self._links.values()):
-            if link.exited_at is not None:
+        for peer in self._exits.ended(at_once=True):
+            link = self._links.get(peer)
+            if link is not None:
+                link.exited_at = now
                 self._lose(link)
+        for link in tuple(self._links.values()):
             if link.leaving and not self._open.of(link.peer):
                 del self._links[link.peer]
                 self._exits.remove(link.peer)
                 with suppress(TransportError, PeerLostError):
-                    self._agent.remove(link.name)
-            elif not link.lost and now >= link.probe_at:
-                self._probe(link, now)
-                self._look_at = now  # the next one's turn is the next look
-                break
+                    self._agent.remove(link.peer.hex())
         for job in tuple(self._open.failed):
             self._settled(job, now)
 
@@ -424,16 +422,13 @@ class Worker:
         if done:
             self._landed(job)
         elif link is not None and link.lost:
-            self._fail(job, PeerLostError(f"nixl: peer {link.name} is lost"))
+            self._fail(job, PeerLostError(f"nixl: peer {link.peer.hex()} is lost"))
 
     def _landed(self, job: Job) -> None:
         self._open.flying.remove(job)
         self._released(job)
         job.parts.popleft()
-        if job.parts:
-            self._begin(job)
-        else:
-            self._events.append(WriteEnded(job.ticket))
+        self._begin(job)
 
     def _released(self, job: Job) -> bool:
         """Release the handle of a write that is over; False: the library does not release it."""
@@ -470,14 +465,16 @@ class Worker:
     # Peers.
 
     def _probe(self, link: Link, now: float) -> None:
+        if link.lost or self._links.get(link.peer) is not link:
+            return
         link.probe_at = now + PROBE_S
+        self._probes.append(link)
         try:
-            self._agent.probe(link.name)
+            self._agent.probe(link.peer.hex())
         except PeerLostError:
             self._lose(link)
         except TransportError:
-            # Not a statement about the peer; a write will say what is wrong.
-            return
+            pass  # not a statement about the peer; a write will say what is wrong
 
     def _lose(self, link: Link) -> None:
         if not link.lost:
