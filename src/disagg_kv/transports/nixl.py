@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import uuid
 import weakref
 import zlib
@@ -165,12 +164,14 @@ class NixlTransport:
         self._home.check_open()
         ids = self._table.add(buffers)
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        bound_s, late = self._call_s + nbytes / REGISTERED_PER_S, threading.Event()
+        bound_s = self._call_s + nbytes / REGISTERED_PER_S
+        registered: list[Registered] = []
         try:
             what = f"registering {nbytes} bytes"
-            self._metadata = self._worker.call(partial(_register, buffers, late), what, bound_s)
+            self._metadata = self._worker.call(partial(_register, buffers, registered), what, bound_s)
         except BaseException as error:
-            late.set()
+            # The thread may be registering still, or have done so just now.
+            self._worker.undo(partial(_deregister, registered))
             self._table.remove(ids)
             if type(error) is TransportError:
                 raise RegistrationError(str(error)) from error
@@ -286,20 +287,20 @@ def _device(cuda_device: int | None) -> str:
     return "cpu" if cuda_device is None else f"cuda:{cuda_device}"
 
 
-def _register(buffers: Sequence[Buffer], late: threading.Event, agent: Agent) -> bytes:
-    """All or none; none, if the caller has stopped waiting (``late``)."""
-    registered: list[Registered] = []
+def _register(buffers: Sequence[Buffer], registered: list[Registered], agent: Agent) -> bytes:
+    """All or none; ``registered`` is filled with what the library knows of them."""
     try:
         for buffer in buffers:
             registered.append(agent.register(buffer))
-        metadata = agent.metadata()
-        if late.is_set():
-            raise TransportError("nixl: registered too late")
-        return metadata
+        return agent.metadata()
     except BaseException:
-        for one in registered:
-            agent.deregister(one)
+        _deregister(registered, agent)
         raise
+
+
+def _deregister(registered: list[Registered], agent: Agent) -> None:
+    while registered:
+        agent.deregister(registered.pop())
 
 
 def _checked_device(region: Region) -> str:

@@ -185,6 +185,10 @@ class Worker:
             future.cancel()
             raise _late(what, timeout_s) from error
 
+    def undo(self, act: Callable[[Agent], object]) -> None:
+        """Do something on the thread after all earlier calls, without waiting; what it raises is dropped."""
+        self._commands.put(lambda: _settle(Future(), lambda: act(self._agent)))
+
     def post(self, job: Job) -> None:
         """Begin a job; an event reports its end."""
         if job.small() and self._commands.empty() and self._lock.acquire(blocking=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from disagg_kv.errors import ConfigurationError, RegistrationError, TransportError
 from disagg_kv.memory import Buffer
 from disagg_kv.testing.ends import End, HostMemory
+from disagg_kv.transports import nixl_worker
 from disagg_kv.transports.nixl import NixlTransport
 from disagg_kv.transports.nixl_library import Agent, Registered
 from tests.support.needs import needs_nixl
@@ -100,6 +102,45 @@ def test_memory_whose_registration_does_not_return_is_refused(
         assert regions(one) == 0
         stuck.free.set()
         wait(lambda: len(gone) == 1, lambda: f"taken back: {len(gone)} of 1")
+    assert patient(one)
+
+
+def test_memory_that_is_registered_just_as_its_caller_stops_waiting_is_taken_back(
+    one: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread loses its core after the library's last call, and before it hands over the result."""
+    registered: set[int] = set()
+    done, free = threading.Event(), threading.Event()
+    register, deregister, settle = Agent.register, Agent.deregister, nixl_worker._settle
+
+    def noted(agent: Agent, which: Buffer) -> Registered:
+        made = register(agent, which)
+        registered.add(id(made))
+        return made
+
+    def gone(agent: Agent, which: Registered) -> None:
+        deregister(agent, which)
+        registered.remove(id(which))
+
+    def delayed(future: Future[object], act: Callable[[], object]) -> None:
+        def slow() -> object:
+            result = act()
+            done.set()
+            free.wait()
+            return result
+
+        settle(future, slow)
+
+    monkeypatch.setattr(Agent, "register", noted)
+    monkeypatch.setattr(Agent, "deregister", gone)
+    with monkeypatch.context() as patch:
+        patch.setattr(nixl_worker, "_settle", delayed)
+        while not done.is_set():
+            with pytest.raises(RegistrationError, match=r"nixl: .*8192 bytes.* 0\.2 s"):
+                one.transport.register([buffer(), buffer()])
+        assert len(registered) == 2
+        free.set()
+        wait(lambda: not registered, lambda: f"still registered: {len(registered)} of 2")
     assert patient(one)
 
 
