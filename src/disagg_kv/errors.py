@@ -286,7 +286,7 @@ class TransportError(DisaggKVError):
 
 
 class RegistrationError(TransportError):
-    """Memory that a transport cannot use: not registered, overlapping, out of bounds, or of the wrong kind."""
+    """Memory that a transport cannot use: not registered, out of bounds, or of the wrong kind."""
 
     code = "registration"
 

@@ -120,6 +120,9 @@ Report = WriteEnded | Settled | PeerLost | Failed
 class Transports:
     """Transports in the order in which they are tried. It owns them.
 
+    A list is for one endpoint. A constructor that fails has used it up: transports may keep memory that was registered
+    with them, and refuse it the next time. The caller closes the list, and makes new transports.
+
     Args:
         several: those of one host first, and a network last.
         left_out: those that this side does without, and why; for messages.
@@ -210,7 +213,9 @@ class Transports:
         A transport that cannot, or that gives other ids than the first, takes no peers.
 
         Raises:
-            RegistrationError: also where no transport can: says why for each.
+            ConfigurationError: the caller's fault, as memory that overlaps a live region. Earlier transports keep what
+                they have registered.
+            RegistrationError: no transport can: says why for each.
         """
         ids: list[RegionId] | None = None
         for one in self._all:
