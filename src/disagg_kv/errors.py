@@ -286,7 +286,7 @@ class TransportError(DisaggKVError):
 
 
 class RegistrationError(TransportError):
-    """Memory that a transport cannot use: not registered, overlapping, out of bounds, or of the wrong kind."""
+    """Memory that a transport cannot use: not registered, out of bounds, or of the wrong kind."""
 
     code = "registration"
 
@@ -358,9 +358,9 @@ class IntegrityError(DisaggKVError):
 
 
 def text_of(error: BaseException) -> str:
-    """An error's message, or its type if ``__str__`` raises, as that of another library may."""
+    """An error's message; its type where it has none, or where ``__str__`` raises, as that of another library may."""
     try:
-        return str(error)
+        return str(error) or type(error).__name__
     except Exception:
         return type(error).__name__
 

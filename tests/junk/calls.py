@@ -44,7 +44,14 @@ from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namesp
 from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreRendezvous
 from disagg_kv.staging import RingStagingAllocator
 from disagg_kv.strategies import LayerPipelined, register, strategy
-from disagg_kv.transports import InprocTransport, Transports, register_transport, transport, transports
+from disagg_kv.transports import (
+    InprocTransport,
+    Transports,
+    between_processes,
+    register_transport,
+    transport,
+    transports,
+)
 from tests.support.rig import KV
 
 from .bench import ROWS, SPEC, Bench, Call, Ready
@@ -75,7 +82,7 @@ MORE = (
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
-FUNCTIONS = (attempt_id, namespace_of, register, register_transport, room_id, stages)
+FUNCTIONS = (attempt_id, between_processes, namespace_of, register, register_transport, room_id, stages)
 
 
 def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
@@ -623,6 +630,8 @@ covers("PagedPool.write_aux", slot="count", data="octets")(lambda bench: (_pool(
 plain("strategy", strategy, {"name": "auto"}, name="thing")
 plain("transport", transport, {"name": "inproc"}, name="thing")
 plain("transports", transports, {"name": "inproc"}, name="thing")
+plain("between_processes", lambda name, device, host: between_processes(name, device, host),
+      {"name": "inproc", "device": "cpu", "host": ""}, name="thing", device="thing", host="text")  # fmt: skip
 plain("Transports", Transports, {"several": [InprocTransport()]}, several="things")
 plain("register", register, {"part": LayerPipelined()}, part="thing")
 plain("register_transport", register_transport, {"name": "junk", "factory": InprocTransport}, name="text",

@@ -195,6 +195,17 @@ def test_an_instance_that_does_not_answer_is_named_with_its_rank() -> None:
     assert str(error).startswith("rank 1 of instance 'P': ")
 
 
+def test_an_error_without_a_message_is_said_by_its_type() -> None:
+    """That of another library, and ours."""
+
+    class StrangeError(OSError):
+        pass
+
+    said = [errors.text_of(error) for error in (StrangeError(), KeyboardInterrupt(), TransportError(), OSError("full"))]
+    assert said == ["StrangeError", "KeyboardInterrupt", "TransportError", "full"]
+    assert str(TransportError().about("room a")) == "room a: TransportError"
+
+
 def test_two_sides_that_do_not_fit_name_each_other() -> None:
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1))

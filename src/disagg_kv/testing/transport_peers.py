@@ -9,7 +9,14 @@ import weakref
 import numpy as np
 import pytest
 
-from ..errors import DisaggKVError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
+from ..errors import (
+    ConfigurationError,
+    DisaggKVError,
+    PeerLostError,
+    RegistrationError,
+    RemoteProtocolError,
+    TransportError,
+)
 from ..ids import Peer
 from ..memory import Buffer
 from ..transports import SupportsAllocate
@@ -30,7 +37,7 @@ class MemoryCases(TransportCases):
         good = self.memory().allocate(end.transport, 4096)
         end.transport.register([middle])
         for batch_of in ([bad], [good, bad]):
-            with refused(RegistrationError, "memory that overlaps a region"):
+            with refused(ConfigurationError, "memory that overlaps a region"):
                 end.transport.register(batch_of)
         end.transport.register([good])
 
@@ -38,7 +45,7 @@ class MemoryCases(TransportCases):
         """And can be registered on its own afterwards."""
         whole = self.memory().allocate(end.transport, 8192)
         half = Buffer(whole.addr + 4096, 4096, whole.device, whole.owner)
-        with refused(RegistrationError, "memory that overlaps within one call"):
+        with refused(ConfigurationError, "memory that overlaps within one call"):
             end.transport.register([whole, half])
         assert len(end.transport.register([half])) == 1, "not one id for one buffer"
 

@@ -117,7 +117,8 @@ class Transport(Protocol):
         kept alive until ``close``.
 
         Raises:
-            RegistrationError: memory of another kind, unreadable memory, or memory that overlaps a live region.
+            ConfigurationError: memory that overlaps a live region, or itself: the caller's fault.
+            RegistrationError: memory of another kind, or unreadable memory.
         """
         ...
 

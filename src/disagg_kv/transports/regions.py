@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..errors import RegistrationError
+from ..errors import ConfigurationError, RegistrationError
 from ..geometry import I32, I64
 from ..ids import RegionId
 from ..memory import Buffer
@@ -96,7 +96,8 @@ class RegionTable:
         """Number the buffers, all or none. Numbers are never used again.
 
         Raises:
-            RegistrationError: memory of another kind, memory that cannot be read, or an overlap.
+            ConfigurationError: an overlap.
+            RegistrationError: memory of another kind, or memory that cannot be read.
         """
         live = list(self._buffers.values())
         for buffer in buffers:
@@ -137,7 +138,7 @@ class RegionTable:
                 and buffer.addr < other.addr + other.nbytes
                 and other.addr < buffer.addr + buffer.nbytes
             ):
-                raise RegistrationError(f"{where}: overlaps the region of {other.nbytes} bytes at {other.addr:#x}")
+                raise ConfigurationError(f"{where}: overlaps the region of {other.nbytes} bytes at {other.addr:#x}")
         if kind == "cpu" and not (readable(buffer.addr) and readable(buffer.addr + buffer.nbytes - 1)):
             raise RegistrationError(f"{where}: the memory cannot be read")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint, entry_points
 
 from .. import arguments
@@ -17,7 +18,7 @@ from ..errors import (
     text_of,
 )
 from .base import Transport
-from .several import JOIN, Transports, listed, names_of
+from .several import JOIN, Transports, check, listed, names_of, unfit
 
 log = logging.getLogger("disagg_kv")
 
@@ -65,7 +66,7 @@ def transport(name: str, **options: object) -> Transport:
     Raises:
         UnknownNameError: no transport, or no option of it, has that name; lists those that there are.
         MissingDependencyError: it needs a package that is not installed, or another host.
-        ConfigurationError: a package's entry point cannot be loaded.
+        ConfigurationError: a package's entry point cannot be loaded, or what it makes is no transport.
     """
     factory = factory_of(arguments.text(name, "name of a transport"))
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()):
@@ -73,7 +74,10 @@ def transport(name: str, **options: object) -> Transport:
         for option in options:
             if option not in known:
                 raise UnknownNameError(f"option of transport {name!r}", option, known)
-    return factory(**options)
+    made = factory(**options)
+    with _closed_on_error([made]):
+        check(made, f"transport {name!r}")
+    return made
 
 
 def transports(name: str, **options: object) -> Transports:
@@ -94,18 +98,42 @@ def transports(name: str, **options: object) -> Transports:
         device = arguments.text(options.pop("device", "cpu"), "device")
         network, host = arguments.flag(options.pop("network", True), "network"), options.pop("host", "")
         return _auto(device, _by_name(_in_auto(device), options), network, arguments.text(host, "host"))
+    return _several(name, _by_name(names_of(name), options))
+
+
+def _several(name: str, options: Mapping[str, Mapping[str, object]], device: str | None = None) -> Transports:
+    """What starts of the transports that a name names and, of a device, moves memory on it."""
     names = names_of(name)
-    given = _by_name(names, options)
     if "" in names or len(set(names)) < len(names) or AUTO in names:
         raise ConfigurationError(f"transport {name!r}: names of different transports are needed between each {JOIN!r}")
     for one in names:
         factory_of(one)
-    made, left_out = _started(names, given, given)
-    if not made:
-        raise ConfigurationError(f"transport {name!r}: none of them starts here: {listed(left_out)}")
-    for one, why in left_out.items():
-        log.warning("transport %r goes without %r: %s", name, one, why)
-    return Transports(made, left_out)
+    made: list[Transport] = []
+    with _closed_on_error(made):
+        left_out = _start(made, names, options, options, device)
+        if not made:
+            where = "" if device is None else f" for memory on {device!r}"
+            raise ConfigurationError(f"transport {name!r}: none of them starts here{where}: {listed(left_out)}")
+        for one, why in left_out.items():
+            log.warning("transport %r goes without %r: %s", name, one, why)
+        return Transports(made, left_out, f"transport {name!r}")
+
+
+@contextmanager
+def _closed_on_error(made: Sequence[Transport]) -> Iterator[None]:
+    """Close transports where the block raises, since no caller has them."""
+    try:
+        yield
+    except BaseException:
+        _close(made)
+        raise
+
+
+def _close(made: Sequence[Transport]) -> None:
+    """Close transports that no caller gets, of which none has moved anything: why they are closed is what counts."""
+    for one in made:
+        with suppress(Exception):
+            one.close(0.0)
 
 
 def _options_of(factory: Factory) -> list[str]:
@@ -127,25 +155,30 @@ def _by_name(names: Sequence[str], options: Mapping[str, object]) -> dict[str, M
     return {one: {arguments.text(name, "option"): value for name, value in of.items()} for one, of in found.items()}
 
 
-def _started(
-    names: Sequence[str], options: Mapping[str, Mapping[str, object]], given: Container[str]
-) -> tuple[list[Transport], dict[str, str]]:
-    """The transports that start, and why the others do not. A wrong option is an error where options were ``given``."""
-    made: list[Transport] = []
+def _start(
+    made: list[Transport],
+    names: Sequence[str],
+    options: Mapping[str, Mapping[str, object]],
+    given: Container[str],
+    device: str | None,
+) -> dict[str, str]:
+    """Add to ``made`` what starts and, of a device, moves memory on it; why the others do not.
+
+    A wrong option is an error where options were ``given``.
+    """
     left_out: dict[str, str] = {}
-    try:
-        for name in names:
-            try:
-                made.append(transport(name, **options.get(name, {})))
-            except DisaggKVError as error:
-                if name in given and not isinstance(error, MissingDependencyError | TransportError):
-                    raise
-                left_out[name] = text_of(error)
-    except BaseException:
-        for one in made:
-            one.close(0.0)
-        raise
-    return made, left_out
+    for name in names:
+        try:
+            made.append(transport(name, **options.get(name, {})))
+        except DisaggKVError as error:
+            if name in given and not isinstance(error, MissingDependencyError | TransportError):
+                raise
+            left_out[name] = text_of(error)
+            continue
+        if device is not None and (why := unfit(made[-1], device)):
+            left_out[name] = why
+            _close([made.pop()])
+    return left_out
 
 
 def _in_auto(device: object) -> tuple[str, ...]:
@@ -158,45 +191,39 @@ def _in_auto(device: object) -> tuple[str, ...]:
 def _auto(device: str, options: Mapping[str, Mapping[str, object]], network: bool, host: str) -> Transports:
     """What starts of :data:`IN_AUTO`; the others stay in ``left_out``."""
     near, *networks = _in_auto(device)
-    made, left_out = _started([near], options, options)
-    try:
+    made: list[Transport] = []
+    with _closed_on_error(made):
+        left_out = _start(made, [near], options, options, device)
         if network or not made:
             placed = {one: {**_placed(one, device, host), **options.get(one, {})} for one in networks}
-            made, left_out = _with_network(made, left_out, device, placed, options)
+            left_out |= _start_network(made, device, placed, options)
         else:
             left_out |= dict.fromkeys(networks, NO_NETWORK)
         if not made:
             raise ConfigurationError(f"transport 'auto': none starts for memory on {device!r}: {listed(left_out)}")
-    except BaseException:
-        for one in made:
-            one.close(0.0)
-        raise
-    result = Transports(made, left_out)
-    log.info("transport 'auto' for memory on %r: %s", device, result)
-    return result
+        result = Transports(made, left_out, "transport 'auto'")
+        log.info("transport 'auto' for memory on %r: %s", device, result)
+        return result
 
 
-def _with_network(
-    made: list[Transport],
-    left_out: dict[str, str],
-    device: str,
-    networks: Mapping[str, Mapping[str, object]],
-    given: Container[str],
-) -> tuple[list[Transport], dict[str, str]]:
-    """Also the first of some networks, each with its options, that starts and moves memory on the device."""
+def _start_network(
+    made: list[Transport], device: str, networks: Mapping[str, Mapping[str, object]], given: Container[str]
+) -> dict[str, str]:
+    """Add to ``made`` the first of some networks, each with its options, that starts and moves memory on the device.
+
+    Returns:
+        Why the others are left out.
+    """
     network = ""
+    left_out: dict[str, str] = {}
     for name in networks:
         if network:
             left_out[name] = f"{network!r} reaches the same peers"
             continue
-        found, whys = _started([name], networks, given)
-        made, left_out = [*made, *found], {**left_out, **whys}
-        if found and device.partition(":")[0] not in found[0].caps.devices:
-            left_out[name] = f"it moves memory of kind {', '.join(sorted(found[0].caps.devices))}"
-            made.pop().close(0.0)
-        elif found:
-            network = name
-    return made, left_out
+        whys = _start(made, [name], networks, given, device)
+        left_out |= whys
+        network = "" if whys else name
+    return left_out
 
 
 def _placed(name: str, device: str, host: str) -> dict[str, object]:
@@ -233,14 +260,20 @@ def between_processes(name: str, device: str = "cpu", host: str = "", /, **optio
     Raises:
         ConfigurationError: also where none of them can move such memory.
     """
+    device = arguments.text(device, "device")
+    name, host = arguments.text(name, "name of transports"), arguments.text(host, "host")
     if name == AUTO:
         return transports(AUTO, **{"device": device, "network": bool(host), "host": host, **options})
     names = names_of(name)
-    if len(names) == 1:
-        return Transports([transport(name, **{**_between(name, device, host), **options})]).on_device(device)
-    given = _by_name(names, options)
-    every = {one: {**_between(one, device, host), **given.get(one, {})} for one in names}
-    return transports(name, **{one: of for one, of in every.items() if of}).on_device(device)
+    if len(names) > 1:
+        given = _by_name(names, options)
+        every = {one: {**_between(one, device, host), **given.get(one, {})} for one in names}
+        return _several(name, {one: of for one, of in every.items() if of}, device)
+    made = [transport(name, **{**_between(name, device, host), **options})]
+    with _closed_on_error(made):
+        if why := unfit(made[0], device):
+            raise ConfigurationError(f"transport {name!r} moves no memory on {device!r}: {why}")
+        return Transports(made, argument=f"transport {name!r}")
 
 
 def _between(name: str, device: str, host: str) -> dict[str, object]:

@@ -120,6 +120,9 @@ Report = WriteEnded | Settled | PeerLost | Failed
 class Transports:
     """Transports in the order in which they are tried. It owns them.
 
+    A list is for one endpoint. A constructor that fails has used it up: transports may keep memory that was registered
+    with them, and refuse it the next time. The caller closes the list, and makes new transports.
+
     Args:
         several: those of one host first, and a network last.
         left_out: those that this side does without, and why; for messages.
@@ -193,17 +196,16 @@ class Transports:
         Raises:
             ConfigurationError: there is none.
         """
-        kind = device.partition(":")[0]
-        able = [one for one in self._all if kind in one.caps.devices]
-        if len(able) == len(self._all):
+        whys = {one.name: why for one in self._all if (why := unfit(one, device))}
+        if not whys:
             return self
-        whys = {one.name: f"it moves memory of kind {', '.join(sorted(one.caps.devices))}" for one in self._all}
+        able = [one for one in self._all if one.name not in whys]
         if not able:
             raise ConfigurationError(f"no transport moves memory on {device!r}: {listed({**whys, **self._left_out})}")
-        others = [one for one in self._all if one not in able]
-        for one in others:
-            one.close(0.0)
-        return Transports(able, {**self._left_out, **{one.name: whys[one.name] for one in others}})
+        for one in self._all:
+            if one.name in whys:
+                one.close(0.0)
+        return Transports(able, {**self._left_out, **whys})
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """Register memory with each transport that can, once; see :meth:`Transport.register`.
@@ -211,7 +213,9 @@ class Transports:
         A transport that cannot, or that gives other ids than the first, takes no peers.
 
         Raises:
-            RegistrationError: also where no transport can: says why for each.
+            ConfigurationError: the caller's fault, as memory that overlaps a live region. Earlier transports keep what
+                they have registered.
+            RegistrationError: no transport can: says why for each.
         """
         ids: list[RegionId] | None = None
         for one in self._all:
@@ -355,7 +359,7 @@ def _checked(several: Sequence[Transport], argument: str) -> tuple[Transport, ..
         where = argument if len(several) == 1 else f"{argument}: number {at}"
         if isinstance(one, list | tuple | Transports):
             raise ConfigurationError(f"{argument}: number {at} is itself a list; name all transports in one list")
-        _check(one, where)
+        check(one, where)
     names = [one.name for one in several]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -366,7 +370,8 @@ def _checked(several: Sequence[Transport], argument: str) -> tuple[Transport, ..
     return tuple(several)
 
 
-def _check(one: Transport, argument: str) -> None:
+def check(one: Transport, argument: str) -> None:
+    """Raise a :class:`ConfigurationError` unless this is a transport."""
     wanted = ("register", "local_descriptor", "peer_of", "connect", "disconnect", "submit", "poll", "close")
     arguments.methods(one, argument, "a transport", *wanted)
     arguments.attributes(one, argument, "a transport", "name", "caps")
@@ -374,6 +379,12 @@ def _check(one: Transport, argument: str) -> None:
     if JOIN in name:
         raise ConfigurationError(f"{argument}: name {name!r} has a {JOIN!r}, which stands between names of transports")
     arguments.one(one.caps, f"{argument}: caps", Capabilities)
+
+
+def unfit(one: Transport, device: str) -> str:
+    """Why a transport does not move memory on a device; empty: it does."""
+    kinds = one.caps.devices
+    return "" if device.partition(":")[0] in kinds else f"it moves memory of kind {', '.join(sorted(kinds))}"
 
 
 def read(offers: bytes) -> Mapping[str, Offer]:

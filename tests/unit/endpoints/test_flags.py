@@ -19,7 +19,7 @@ from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.memory import new_buffer
 from disagg_kv.memory.flag import raise_flags
-from disagg_kv.transports import InprocTransport, ShmTransport
+from disagg_kv.transports import InprocTransport, ShmTransport, Transports
 from disagg_kv.transports.descriptor import pack
 from disagg_kv.transports.flags import SLOT_WORDS, HostFlags, Record, raised, words_of
 from disagg_kv.transports.memfd import FlagPlace
@@ -412,6 +412,22 @@ def test_a_record_does_not_change_under_its_reader() -> None:
     for slot in (-1, BLOCK):
         with pytest.raises(TransportError, match=f"slot {slot} of a page of {BLOCK} flags"):
             flags.arm(slot, 8, (0, 1, 0, 1, 0), "cpu")
+
+
+def test_a_page_of_another_transport_than_the_peer_s_is_said_and_frames_announce(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Decode's page is of the first transport of its list, and prefill's own list has another one first."""
+    rig = Rig(SPEC, driven=True)
+    near = Memory(transport=lambda: Transports([ShmTransport(), InprocTransport()]))
+    other = Memory(transport=lambda: Transports([InprocTransport(), ShmTransport()]))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=other, strategy="mapped", kernels=DeviceKernels())
+    request = opened(rig, rig.request("flag", prefills, rig.decode(tp_shards(SPEC, 1), memory=near), 9))
+    (room,) = request.prefills[0].endpoint.inspect().rooms.values()
+    assert [route.flags for route in room.routes.values()] == [None]
+    assert "frames alone announce segments: the peer's flags are of 'shm', and its transport is 'inproc'" in caplog.text
+    request.send(9)
+    settle(rig, request)
 
 
 def test_a_page_of_a_closed_peer_is_refused() -> None:

@@ -96,6 +96,23 @@ def test_numpy_equals_the_specification_under_every_rule(source: str, target: st
     assert np.array_equal(cpu.convert_cells(cells, how, 1, scales), want)
 
 
+@pytest.mark.parametrize("shape", [(0, 1), (0, 2), (3, 0)])
+@pytest.mark.parametrize("elements", [1, 2])
+@pytest.mark.parametrize("rule", ["given", "computed", "scales", "read"])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_an_entry_without_cells_gives_none(
+    source: str, target: str, rule: str, elements: int, shape: tuple[int, int]
+) -> None:
+    """Of one number each, too: torch then views no tensor as another dtype."""
+    cells = np.zeros((*shape, elements * FLOATS[source].nbytes), np.uint8)
+    scales = np.zeros((*shape, 4), np.uint8)
+    how = PlaneConversion(source, target, cells.shape[2], rule, (0.5,) if rule == "given" else ())  # type: ignore[arg-type]
+    want = reference.convert_cells(torch.from_numpy(cells), how, 0, torch.from_numpy(scales))
+    nbytes = 4 if rule == "scales" else elements * FLOATS[target].nbytes
+    assert (want.shape, want.dtype) == ((*shape, nbytes), torch.uint8)
+    assert np.array_equal(cpu.convert_cells(cells, how, 0, scales), want.numpy())
+
+
 @pytest.mark.parametrize("target", [E4M3, E5M2])
 def test_a_computed_scale_puts_the_largest_number_of_a_row_on_the_largest_of_the_format(target: str) -> None:
     """Rows of zeros have scale 1; NaN and infinity do not count; tiny rows have the least scale."""

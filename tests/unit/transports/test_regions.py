@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from disagg_kv.errors import RegistrationError
+from disagg_kv.errors import ConfigurationError, RegistrationError
 from disagg_kv.ids import RegionId
 from disagg_kv.memory import Buffer
 from disagg_kv.testing.ends import plain
@@ -46,7 +46,7 @@ def test_equal_addresses_on_different_devices_are_no_overlap() -> None:
     """Each GPU has addresses of its own."""
     table = RegionTable(frozenset({"cuda"}))
     assert len(table.add([Buffer(4096, 100, "cuda:0"), Buffer(4096, 100, "cuda:1")])) == 2
-    with pytest.raises(RegistrationError, match="overlaps the region of 100 bytes at 0x1000"):
+    with pytest.raises(ConfigurationError, match="overlaps the region of 100 bytes at 0x1000"):
         table.add([Buffer(4195, 1, "cuda:1")])
     with pytest.raises(RegistrationError, match="registers cuda memory only"):
         table.add([Buffer(8192, 1, "cpu")])

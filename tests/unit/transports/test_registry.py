@@ -10,7 +10,7 @@ import pytest
 
 from disagg_kv.channels import Hub, InprocChannel, ZmqChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
-from disagg_kv.errors import ConfigurationError, MissingDependencyError, UnknownNameError
+from disagg_kv.errors import ConfigurationError, MissingDependencyError, TransportError, UnknownNameError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Ticket
 from disagg_kv.memory import PagedPool
@@ -139,7 +139,7 @@ def test_a_name_of_several_makes_them_in_order_with_options_for_each() -> None:
     assert isinstance(shm, ShmTransport)
     assert other.depth == 3
     assert made.name == between_processes("other+shm", "cpu", other={"depth": 3}).name == "other+shm"
-    with pytest.raises(ConfigurationError, match="no transport moves memory on 'cuda:0'"):
+    with pytest.raises(ConfigurationError, match="none of them starts here for memory on 'cuda:0'"):
         between_processes("other+shm", "cuda:0")
 
 
@@ -202,6 +202,69 @@ def test_auto_starts_no_network_for_peers_of_one_host_unless_the_one_within_it_d
     assert transports("auto", network=False).name == "other"
     with pytest.raises(ConfigurationError, match="network"):
         transports("auto", network="no")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "why", "closed"),
+    [
+        ("mine", "cuda:0", "transport 'mine' moves no memory on 'cuda:0': it moves memory of kind cpu", ["shm"]),
+        ("mine+near", "cuda:0", r"transport 'mine\+near': .*'cuda:0': mine \(it moves .*near \(it", ["shm", "near"]),
+        ("mine+twin", "cpu", r"transport 'mine\+twin': more than one 'shm'", ["shm", "shm"]),
+        ("auto", "cpu", "transport 'auto': more than one 'near'", ["near", "near"]),
+        ("lacks", "cpu", "transport 'lacks': a transport is needed", ["lacks"]),
+        ("mine+lacks", "cuda", "mine .it moves.*, lacks .transport 'lacks': a tr", ["shm", "lacks"]),
+    ],
+)
+def test_transports_that_are_refused_after_their_start_are_closed(
+    name: str, device: str, why: str, closed: list[str]
+) -> None:
+    """The error names them as the caller does."""
+    found: list[str] = []
+
+    class Mine(ShmTransport):
+        def close(self, drain_s: float) -> Sequence[Ticket]:
+            found.append(self.name)
+            return super().close(drain_s)
+
+    class Near(InprocTransport):
+        name = "near"
+
+        def close(self, drain_s: float) -> Sequence[Ticket]:
+            found.append(self.name)
+            raise TransportError("a card that cannot be closed")
+
+    class Lacks:
+        name = "lacks"
+
+        def close(self, drain_s: float) -> None:
+            found.append(self.name)
+
+    for of, make in (("mine", Mine), ("twin", Mine), ("near", Near), ("lacks", Lacks)):
+        register_transport(of, make)  # type: ignore[arg-type]
+    register_transport("shm", Near)
+    register_transport("nixl", Near)
+    with pytest.raises(ConfigurationError, match=why):
+        between_processes(name, device, **({"network": True} if name == "auto" else {}))
+    assert found == closed
+
+
+def test_a_factory_that_makes_no_transport_is_named() -> None:
+    """There is nothing to close."""
+    register_transport("mine", lambda: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigurationError, match="transport 'mine': a transport is needed"):
+        transport("mine")
+
+
+@pytest.mark.parametrize("bad", [5, None, b"cpu"])
+def test_names_and_devices_are_text(bad: str) -> None:
+    """The error names the argument."""
+    for name in ("shm", "shm+inproc", "auto"):
+        with pytest.raises(ConfigurationError, match="device: text is needed"):
+            between_processes(name, bad)
+        with pytest.raises(ConfigurationError, match="host: text is needed"):
+            between_processes(name, "cpu", bad)
+    with pytest.raises(ConfigurationError, match="name of transports: text is needed"):
+        between_processes(bad)
 
 
 class Wire(InprocTransport):

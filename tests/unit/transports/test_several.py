@@ -231,6 +231,37 @@ def test_memory_that_a_transport_cannot_register_excludes_that_transport() -> No
         Transports([Picky()]).register([buffer])
 
 
+def test_memory_that_overlaps_is_the_callers_fault_and_excludes_no_transport() -> None:
+    """As that which an earlier attempt has registered, which a later transport has refused."""
+
+    class Refuses(InprocTransport):
+        name = "refuses"
+
+        def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+            raise ConfigurationError("an option of mine is wrong")
+
+    used = ShmTransport()
+    buffer = used.allocate(4096)
+    with pytest.raises(ConfigurationError, match="an option of mine is wrong"):
+        Transports([used, Refuses()]).register([buffer])
+    lists: list[list[Transport]] = [[used, InprocTransport()], [InprocTransport(), used], [used]]
+    for made in lists:
+        several = Transports(made)
+        with pytest.raises(ConfigurationError, match="overlaps the region of 4096 bytes"):
+            several.register([buffer])
+        assert several.excluded == {}
+    with pytest.raises(ConfigurationError, match="overlaps the region of 4096 bytes"):
+        Transports([ShmTransport(), InprocTransport()]).register([buffer, buffer])
+
+
+def test_a_list_of_a_caller_stays_open_where_it_is_refused() -> None:
+    """Nothing of it is closed: the caller may give it to another endpoint."""
+    shm, inproc = ShmTransport(), InprocTransport()
+    with pytest.raises(ConfigurationError, match=r"no transport moves memory on 'cuda:0': shm .*, inproc"):
+        Transports([shm, inproc]).on_device("cuda:0")
+    assert len(Transports([shm, inproc]).register([shm.allocate(4096)])) == 1
+
+
 def test_a_transport_that_calls_memory_by_other_numbers_takes_no_peers() -> None:
     """Alone, it may."""
     alone, there = registered(Odd()), registered(InprocTransport())

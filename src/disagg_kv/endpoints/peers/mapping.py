@@ -11,7 +11,7 @@ import msgspec
 from attrs import frozen
 
 from ...core import Hello
-from ...errors import ConfigurationError, DisaggKVError, text_of
+from ...errors import ConfigurationError, DisaggKVError, TransportError, text_of
 from ...ids import RegionId, peer_name
 from ...memory import Buffer, MappedPool
 from ...strategies import AUTO, TransferPlanner, exposes_pages
@@ -85,7 +85,9 @@ def open_flags(carrier: Carrier, remote: RemoteEndpoint) -> Flags | None:
         return None
     try:
         there = unpack(page, _FLAG_PLACE)
-        return transport.open_flags(carrier.peer, there.place) if there.transport == carrier.name else None
+        if there.transport != carrier.name:
+            raise TransportError(f"the peer's flags are of {there.transport!r}, and its transport is {carrier.name!r}")
+        return transport.open_flags(carrier.peer, there.place)
     except Exception as exc:
         log.warning("peer %s: frames alone announce segments: %s", peer_name(remote.epoch), text_of(exc))
         return None

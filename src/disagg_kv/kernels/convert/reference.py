@@ -13,7 +13,14 @@ from ...geometry.formats import FLOATS, LEAST_SCALE
 def to_float32(cells: torch.Tensor, dtype: str) -> torch.Tensor:
     """The numbers of cells, uint8 ``[..., bytes]``, as float32 ``[..., elements]``: exact."""
     kind: torch.dtype = getattr(torch, dtype)
-    return cells.contiguous().view(kind).to(torch.float32)
+    return _viewed(cells, kind).to(torch.float32)
+
+
+def _viewed(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """The bytes of a tensor as numbers of another kind, along the last axis."""
+    if not x.numel():  # torch may give it any strides, and refuses to view most of them
+        return x.new_empty((*x.shape[:-1], x.shape[-1] * x.itemsize // kind.itemsize), dtype=kind)
+    return x.contiguous().view(kind)
 
 
 def scales_of(x: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -34,9 +41,8 @@ def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     finite = torch.where(torch.isfinite(x), x.clamp(-to.largest, to.largest), x).to(kind)
     integer = {2: torch.int16, 4: torch.int32}[to.nbytes]
-    return torch.where(torch.isnan(x), torch.tensor(to.nan, dtype=integer, device=x.device), finite.view(integer)).view(
-        torch.uint8
-    )
+    nan = torch.tensor(to.nan, dtype=integer, device=x.device)
+    return _viewed(torch.where(torch.isnan(x), nan, finite.view(integer)), torch.uint8)
 
 
 def _nearest(x: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -69,7 +75,7 @@ def convert_cells(cells: torch.Tensor, how: PlaneConversion, first: int, scales:
     """
     x = to_float32(cells, how.source)
     if how.rule == "scales":
-        return scales_of(x, how.target).unsqueeze(-1).view(torch.uint8)
+        return _viewed(scales_of(x, how.target).unsqueeze(-1), torch.uint8)
     if how.rule == "computed":
         x = x * (1 / scales_of(x, how.target)).unsqueeze(-1)
     elif how.rule == "read":
