@@ -54,7 +54,7 @@ def gpu_flags(found: Found) -> str:
             yield [f"{strategy}, TP {tp}, {nbytes >> 20:,} MiB", f"{copy:,.0f}", *some]
 
     calls = [case["call_us"] for case in found["cases"]]
-    said = "20 repeats a round; two rounds of TP 1->1, waiting. The engine's call that closes the forward pass takes "
+    said = "20 repeats a round; two rounds, each on a host of its own. The engine's call that closes the forward pass takes "
     said += f"{min(calls):,.0f} to {max(calls):,.0f} us (p50), as it begins the copy."
     return f"{said}\n\n{table([['us, p50 (p95)', 'plain copy', 'waiting', 'busy'], *rows()])}"
 
