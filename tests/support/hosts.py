@@ -232,7 +232,7 @@ class _Member:
         spec = CacheSpec.kv(LAYERS, HEADS, HEAD_BYTES // 4, "float32")
         shards = [shard(spec, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         pages = setup.tokens // PAGE
-        carrier = transports(setup.transport, **setup.options)
+        carrier = transports(setup.transport, **({setup.transport: setup.options} if setup.options else {}))
         self._setup = setup
         self._heads = slice(setup.rank * HEADS // setup.ranks, (setup.rank + 1) * HEADS // setup.ranks)
         self._pool = PagedPool.allocate(spec, shards[setup.rank], pages=pages, page_size=PAGE)
