@@ -246,7 +246,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a peer that is lost while it is linked is there once it is linked",
            LINKS + "give_up", "link.wanted = False", "link.wanted = True"),
     Mutant("a link that is not wanted any more stays",
-           LINKS + "results", "elif not wanted:", "elif False:"),
+           LINKS + "results", "if link.carrier is not None:", "if False:"),
     Mutant("a thread that cannot be started leaves its peer in the middle of being connected",
            LINKS + "begin", "self._forget(link)", "pass"),
     Mutant("a look-up that never returns is awaited for ever",

@@ -16,8 +16,9 @@ from tests.support.pages import ROOT
 SERVE = ROOT / "examples" / "vllm" / "serve.sh"
 
 SERVER = """#!/usr/bin/env python3
-import json, os, sys
+import json, os, sys, time
 print(json.dumps({"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "args": sys.argv[1:]}), flush=True)
+time.sleep(1.0)  # the script ends with its server, whose lines another process has begun to read by then
 """
 SMI = """#!/usr/bin/env bash
 case $* in
