@@ -54,8 +54,8 @@ def gpu_flags(found: Found) -> str:
             yield [f"{strategy}, TP {tp}, {nbytes >> 20:,} MiB", f"{copy:,.0f}", *some]
 
     calls = [case["call_us"] for case in found["cases"]]
-    said = "20 repeats a round; two rounds, each on a host of its own. The engine's call that closes the forward pass takes "
-    said += f"{min(calls):,.0f} to {max(calls):,.0f} us (p50), as it begins the copy."
+    said = "20 repeats a round; two rounds, each on a host of its own. The engine's call that closes the forward pass "
+    said += f"takes {min(calls):,.0f} to {max(calls):,.0f} us (p50), as it begins the copy."
     return f"{said}\n\n{table([['us, p50 (p95)', 'plain copy', 'waiting', 'busy'], *rows()])}"
 
 
