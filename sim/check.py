@@ -49,7 +49,7 @@ MAPPED_S = 0.5
 """A room may end for want of time while a pool is mapped, and within this after it."""
 
 OVERDUE = 3
-"""Frames of a step may make something due, which a step handles SOON_S later; more steps in a row are in vain."""
+"""Frames of a step may make something due, which a step handles SOON_S later; more steps after that are in vain."""
 
 EVERYTHING = 8
 """In every eighth step of a process all of its rooms are checked, in other steps those that took an event."""
@@ -181,9 +181,9 @@ class Checks:
         world.saw(Kind.REFUSED)
 
     def _forgotten(self, error: DisaggKVError | None) -> bool:
-        """Whether ``claim_s`` has ended a room where little is remembered: what ended before may be forgotten."""
+        """Whether a time limit has ended a room where little is remembered: what ended before may be forgotten."""
         options = self._world.scenario.options
-        return min(options.parked, options.tombstones) < len(self._world.rooms) and "claim_s" in str(error)
+        return min(options.parked, options.tombstones) < len(self._world.rooms) and isinstance(error, DeadlineError)
 
     def _learned(self, entry: Entry) -> None:
         """I4: decode learns in time that a prefill rank has given the room up, also one that had lost it meanwhile."""
@@ -393,7 +393,11 @@ class Checks:
             self._world.mark("links:dropped")
         due = node.loop.side.next_at()
         overdue = due is not None and due < node.loop.now - SOON_S and not node.behind and not node.failing
-        node.overdue = node.overdue + 1 if overdue else 0
+        if not overdue:
+            node.overdue, node.overdue_since = 0, inf
+        else:
+            node.overdue_since = min(node.overdue_since, node.loop.now)
+            node.overdue += node.loop.now > node.overdue_since + SOON_S
         if node.overdue > OVERDUE:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
         there = view.loop.peers.epochs()

@@ -13,6 +13,7 @@ from disagg_kv.endpoints import DecodeEndpoint, Environment, Incarnation, Prefil
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.decode.rooms import DecodeSide
 from disagg_kv.endpoints.loop.failures import Broken
+from disagg_kv.endpoints.loop.timing import IDLE_S
 from disagg_kv.endpoints.peers.background import Background
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.endpoints.prefill.rooms import PrefillSide
@@ -234,7 +235,11 @@ class SimNode(SimProcess):
     def due_at(self) -> float:
         """When, by the world's clock, it has something to do although nothing comes in."""
         due = self.loop.next_at()
-        return inf if due is None else due - self.offset
+        due = inf if due is None else due
+        if isinstance(self.view, PrefillSide) and self.view.transfers.failed:
+            # Only the tick of an idle endpoint asks whether a copy that has failed still moves bytes.
+            due = min(due, self.loop.now + IDLE_S)
+        return due - self.offset
 
 
 def _never(seconds: float) -> None:

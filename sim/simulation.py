@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from hashlib import blake2b
 from heapq import heappush
+from math import inf
 from typing import cast
 
 import numpy as np
@@ -242,7 +243,7 @@ class SimProcess:
         self.mapped_at = 0.0
         self.poll_raises = False
         self.polls_left = 0
-        self.overdue = 0
+        self.overdue, self.overdue_since = 0, inf
         self.must_break = False
         self.send_raises = False
         self.handling_raises = False

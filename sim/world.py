@@ -455,7 +455,8 @@ class World(Cluster):
             self._stray_frames.send(node)
         if self._stale and not node.failing:
             self._stray_frames.greet(node)
-        self._targeted_faults.strike(node)
+        # What strikes may be a call of another process's engine, whose endpoint has broken meanwhile.
+        self._happen(partial(self._targeted_faults.strike, node))
         self._vote_faults.strike(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
