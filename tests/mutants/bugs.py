@@ -105,7 +105,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a flag is read beside a torn record",
            "transports.flags:raised", "if words[at + 6] != value:", "if False:"),
     Mutant("rows that are all there end a room although prefill has to say where it ends",
-           RECEIVE + "_check_placed", "landed and not self._awaited.needs_ends", "landed"),
+           RECEIVE + "_check_placed", "landed and not needs_ends", "landed"),
     Mutant("a room ends before it is known what carried its rows",
            RECEIVE + "_check_placed", " and self._transports_known", ""),
     Mutant("a rank that decides for itself says success when its engine opens a room",

@@ -155,7 +155,7 @@ class ReceiveRoom(DrainingRoom):
         self.state = Receiving.MOVING
         self._claim_by = self.now + self._options.claim_s
         a = self._awaited
-        self._rank_plan = self._rank_plan.for_rows(a.rows)
+        self._rank_plan = self._rank_plan.for_rows(RowRange(a.start, a.stop))
         self._floor = self._rank_plan.floor(a.start)
         self.exposed = a.tables is not None
         if not self.exposed or a.verify != "off":
@@ -365,7 +365,9 @@ class ReceiveRoom(DrainingRoom):
         writers = self.writers.values()
         done = all(w.complete for w in writers)
         landed = self.inbound.segments_placed > 0 and not self.inbound
-        known = landed and not self._awaited.needs_ends and self._transports_known
+        # Then every writer has to say how the room ends: at which row, or with which aux data.
+        needs_ends = self._awaited.stop is None or self._awaited.aux_bytes > 0
+        known = landed and not needs_ends and self._transports_known
         if self.inbound.scattering or not (done or known):
             return
         assert self._stop is not None
