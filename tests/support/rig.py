@@ -393,7 +393,7 @@ class Rig:
         for member in self.members:
             if not (member.frozen or member.closed):
                 member.endpoint.driver.step(0.0)
-                member.endpoint.check_integrity()
+                member.endpoint.inspect().check_integrity()
         self.clock.advance(step_s)
 
     def until(self, done: Callable[[], bool], what: str = "it", turns: int = 4000) -> None:

@@ -15,7 +15,6 @@ from .explain import Explanation, PairCount, explain
 from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .registry import (
     AUTO,
-    AUTO_ORDER,
     PER_CHUNK,
     Strategy,
     in_auto_order,
@@ -28,7 +27,6 @@ from .selections import Full, Incremental
 
 __all__ = [
     "AUTO",
-    "AUTO_ORDER",
     "PER_CHUNK",
     "DirectPlanner",
     "Explanation",

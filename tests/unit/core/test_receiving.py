@@ -389,7 +389,7 @@ def test_a_rank_that_was_not_elected_is_refused_by_name() -> None:
     """Of these two replicas each sends one layer."""
     latent = CacheSpec.mla(2, 64, "int8")
     rank_plan = RankPlan.build(latent, [shard(latent), shard(latent)], shard(latent))
-    other = next(r for r in (0, 1) if Rank(r) not in rank_plan.writers(Segment(0, 4, 0, 1)))
+    other = next(r for r in (0, 1) if Rank(r) not in rank_plan.lease(Segment(0, 4, 0, 1))[0])
     room = Room(begun=False)
     room.say(room.awaited, Introduced((P[0], P[1]), rank_plan), request(other, Segment(0, 4, 0, 1)))
     failed(room, RemoteProtocolError, f"prefill rank {other} was not elected")

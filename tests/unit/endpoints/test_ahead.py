@@ -211,7 +211,7 @@ def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     rig = world(kernels)
     request = granted(rig, event)
     endpoint = rig.prefills[0].endpoint
-    endpoint.check_integrity()
+    endpoint.inspect().check_integrity()
     room, _ = next(iter(ahead(rig).gathers.ready))
     with pytest.raises(AssertionError, match="prepared for a room that is over"):
         ahead(rig).check_integrity(set(endpoint.inspect().rooms.values()) - {room})

@@ -37,7 +37,7 @@ def states(end: object) -> dict[str, str]:
 
 def check(rig: Rig) -> None:
     for member in rig.members:
-        member.endpoint.check_integrity()
+        member.endpoint.inspect().check_integrity()
         member.endpoint.driver.loop.peers.check_integrity()
 
 

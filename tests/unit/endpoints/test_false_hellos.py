@@ -165,7 +165,7 @@ class Scene:
         """Nothing happened that was not foreseen, and the innocent room is as it was."""
         assert not self.one.observer.counters["errors.unforeseen"], what
         assert all(handle.error is None for handle in self.innocent.handles), (what, self.innocent.errors())
-        self.one.endpoint.check_integrity()
+        self.one.endpoint.inspect().check_integrity()
 
     def end(self) -> None:
         """The innocent room ends well, and so does another one."""

@@ -181,7 +181,7 @@ def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
     request = granted(rig, event)
     prepared, endpoint = scatterer(rig).prepared.ready, rig.decodes[0].endpoint
     (key, segment), ready = next(iter(prepared.items()))
-    endpoint.check_integrity()
+    endpoint.inspect().check_integrity()
     for at, what in (
         ((RoomKey(key.room, Generation(99)), segment), ready),
         ((key, segment._replace(start=segment.start + 1)), ready),
@@ -190,7 +190,7 @@ def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
         kept = prepared.copy()
         prepared[at] = what
         with pytest.raises(AssertionError):
-            endpoint.check_integrity()
+            endpoint.inspect().check_integrity()
         prepared.clear()
         prepared.update(kept)
     event.fired = True

@@ -99,7 +99,7 @@ class House:
                 return
             for member in awake:
                 member.endpoint.driver.step(1.0)
-                member.endpoint.check_integrity()
+                member.endpoint.inspect().check_integrity()
         raise AssertionError("they do not come to rest")
 
     def step(self, stops: dict[Request, tuple[int, int]]) -> ForwardPass:

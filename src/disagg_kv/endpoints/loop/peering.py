@@ -111,8 +111,8 @@ class Peering:
             match effect:
                 case SendTo(address, frame):
                     self._send_buffer.put(address, self.codec.encode(frame))
-                case Up():
-                    self._up(effect.epoch)
+                case Up(epoch):
+                    self._up(epoch)
                 case Greeted(epoch):
                     if epoch not in self.ranks:
                         self.side.on_greeted(epoch)
