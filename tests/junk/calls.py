@@ -50,7 +50,6 @@ from disagg_kv.transports import (
     between_processes,
     register_transport,
     transport,
-    transports,
 )
 from tests.support.rig import KV
 
@@ -629,7 +628,6 @@ covers("PagedPool.write_aux", slot="count", data="octets")(lambda bench: (_pool(
 
 plain("strategy", strategy, {"name": "auto"}, name="thing")
 plain("transport", transport, {"name": "inproc"}, name="thing")
-plain("transports", transports, {"name": "inproc"}, name="thing")
 plain("between_processes", lambda name, device, host: between_processes(name, device, host),
       {"name": "inproc", "device": "cpu", "host": ""}, name="thing", device="thing", host="text")  # fmt: skip
 plain("Transports", Transports, {"several": [InprocTransport()]}, several="things")

@@ -12,7 +12,6 @@ whatever their owner does meanwhile, a mapping never loses its pages.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from itertools import count
 from weakref import WeakSet
@@ -24,11 +23,12 @@ from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, LinkCost, PeerLost, Settled, WriteEnded
 from .connected import Connected
-from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .descriptor import Region, decode, pack, unpack
 from .flags import HostFlags
 from .memfd import PLACE, PeerMemory, Place, SharedMemory, new_flag_page, open_flag_page, open_memory
-from .process import PROCESS, Exits, Home, Process, Watch
-from .regions import Extents, RegionTable, copy
+from .near_side import NearSide
+from .process import PROCESS, Exits, Process, Watch
+from .regions import Extents, copy
 
 
 class _Remote:
@@ -82,7 +82,7 @@ class _Remote:
         return self._extents.addresses(*ranges)
 
 
-class ShmTransport:
+class ShmTransport(NearSide):
     """Copies into memory that the peer took from its own :meth:`allocate`; any CPU memory can be the source.
 
     A write is finished, and quiet, when ``submit`` returns. The transport watches the peer's process through a
@@ -108,14 +108,11 @@ class ShmTransport:
     def __init__(self) -> None:
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             raise MissingDependencyError("transport 'shm'", "needs memfd_create and pidfd_open", "run on Linux 5.3+")
-        self._home = Home("this transport 'shm'")
-        self._me = Peer(uuid.uuid4().bytes)
-        self._table = RegionTable(self.caps.devices)
+        super().__init__()
         self._segments: WeakSet[SharedMemory] = WeakSet()
         self._numbers = count()
         self._peers: Connected[_Remote] = Connected()
         self._exits: Exits[Peer] = Exits()
-        self._tickets = count(1)
         self._events: list[WriteEnded | Settled | PeerLost] = []
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -140,15 +137,10 @@ class ShmTransport:
         self._home.check()
         return self._table.add(buffers)
 
-    def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
-        return decode(descriptor, self.name).incarnation
-
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
-        regions = tuple(Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())
-        blob = pack(Process.own())
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
+        regions = (Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())
+        return self._described(regions, pack(Process.own()))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; opens the peer's memory and maps nothing. Never waits.
