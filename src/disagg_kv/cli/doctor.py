@@ -10,10 +10,12 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from importlib.metadata import packages_distributions, version
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import typer
 from attrs import asdict, evolve, frozen
@@ -21,7 +23,11 @@ from rich.text import Text
 
 from ..engines.versions import ENGINES, Engine
 from ..errors import ConfigurationError, DisaggKVError
-from .output import Json, JsonFlag, emit
+from . import lanes
+from .output import Json, JsonFlag, emit, log, progress
+from .places import nics, place
+
+T = TypeVar("T")
 
 EXPOSED = {
     "cuda_ipc": "a peer maps the whole allocation that holds a region: allocate nothing else beside the cache",
@@ -62,37 +68,104 @@ class Finding:
 
 def doctor(
     peers: Annotated[int, typer.Option(min=1, help="Peers that an endpoint shall have.")] = 256,
+    between: Annotated[
+        bool, typer.Option("--between", help="Measure each transport between two processes of this host.")
+    ] = False,
+    peer: Annotated[
+        str | None, typer.Option(help="Measure each transport to the process that --listens there.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="Be the other side of one --peer, at tcp://HOST:PORT or unix:///PATH.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Memory that is written from, or to: cpu, cuda, cuda:1 ...")] = "cpu",
+    keys: Annotated[Path | None, typer.Option(help="Folder of keys, for another host: see disagg-kv keys.")] = None,
+    name: Annotated[str | None, typer.Option(help="Own key pair in that folder.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what works on this host, and for the rest the reason and the remedy."""
-    with _stdout_is_stderr():
-        found = {**examine(), "limits": limits(peers, *resource.getrlimit(resource.RLIMIT_NOFILE))}
-        troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
+    """Show what works on this host, and for the rest the reason and the remedy; or measure what carries bytes."""
+    if between + (peer is not None) + (listen is not None) > 1:
+        raise ConfigurationError("--between, --peer and --listen exclude each other")
+    if listen is not None:
+        inbox = lanes.listening(listen, lanes.load_keys(keys, name))
+        log(f"listening at {inbox.address}")
+        _waited("what another process writes here", partial(lanes.listen, inbox, device, math.inf))
+        emit({"ok": True, "listened": listen}, Text(f"{listen}: one probe is over"), as_json=as_json)
+    elif between:
+        _measure(lanes.between(device), as_json)
+    elif peer is not None:
+        _measure(lanes.to_peer(peer, device, lanes.load_keys(keys, name)), as_json)
+    else:
+        _examine(peers, as_json)
+
+
+def _waited(what: str, act: Callable[[], T]) -> T:
+    """Do something that may take seconds, with a bar that says what it is."""
+    with progress() as bar, _stdout_is_stderr():
+        bar.add_task(f"checking {what}", total=None)
+        return act()
+
+
+def _measure(opening: AbstractContextManager[lanes.Probe], as_json: bool) -> None:
+    """Show a probe while it goes on; exit code 1 unless what ``auto`` takes is good."""
+    rows = list[lanes.Row]()
+    with ExitStack() as stack:
+        probe = _waited("the other side", lambda: stack.enter_context(opening))
+        _show(probe.head(), as_json)
+        for name in probe.names():
+            if not rows or name != rows[0].lane.transport:
+                rows.append(_waited(f"transport {name}", partial(probe.row, name)))
+                _show([rows[-1].text()], as_json)
+    if as_json:
+        emit(probe.document(rows), as_json=True)
+    if not rows[0].good:
+        raise typer.Exit(1)
+
+
+def _show(lines: Iterable[Text], as_json: bool) -> None:
+    """Print lines of a result as they are found; JSON comes in the end."""
+    if not as_json:
+        emit({}, *lines, as_json=False)
+
+
+def _examine(peers: int, as_json: bool) -> None:
+    found, limit = dict[str, Sequence[Finding]](), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for kind, check in {**CHECKS, "limits": partial(limits, peers, *limit)}.items():
+        found[kind] = _waited(kind, check)
+        _show((Text(f"{kind:<11} {finding}") for finding in found[kind]), as_json)
+    troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
     lacking = [kind for kind in NEEDED if not any(f.works for f in found[kind])]
-    lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
     host = {"python": platform.python_version(), "platform": platform.platform(), "disagg_kv": version("disagg_kv")}
     groups: dict[str, Json] = {kind: [asdict(f) for f in findings] for kind, findings in found.items()}
     verdict = f"None of these works: {', '.join(lacking)}." if lacking else "This host can run disagg_kv."
-    lines += [f"problem     {trouble}" for trouble in troubles]
     document: dict[str, Json] = {"ok": not lacking, "host": host, "problems": troubles, **groups}
-    emit(document, *map(Text, lines), verdict, as_json=as_json)
+    emit(document, *(Text(f"problem     {trouble}") for trouble in troubles), verdict, as_json=as_json)
     if lacking:
         raise typer.Exit(1)
 
 
-def examine() -> dict[str, Sequence[Finding]]:
-    """Try everything there is, kind by kind."""
-    from ..kernels import available as kernels  # these import torch, which costs seconds
-    from ..transports import available as transports
+def _transports() -> Sequence[Finding]:
+    from ..transports import available  # this imports torch, which costs seconds
 
-    return {
-        "transports": [*(_carrier(finding) for finding in _findings(transports())), *automatic()],
-        "kernels": [mover(finding) for finding in _findings(kernels())],
-        "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")}),
-        "libraries": system_libraries(),
-        "packages": [_torch()],
-        "engines": [engine(one) for one in ENGINES.values()],
-    }
+    return [*(_carrier(finding) for finding in _findings(available())), *automatic()]
+
+
+def _kernels() -> Sequence[Finding]:
+    from ..kernels import available
+
+    return [mover(finding) for finding in _findings(available())]
+
+
+def _channels() -> Sequence[Finding]:
+    return _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")})
+
+
+def _places() -> Sequence[Finding]:
+    """Network cards, and which of them is nearest to each device."""
+    import torch
+
+    devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    found = [Finding(card.name, True, str(card)) for card in nics()]
+    return [*found, *(Finding(device, True, str(place(device))) for device in devices)]
 
 
 def _findings(reasons: Mapping[str, str | None]) -> Sequence[Finding]:
@@ -269,3 +342,15 @@ def engine(one: Engine) -> Finding:
         return Finding(one.name, False, f"not installed; only needed for its adapter; {one.tested}", one.remedy)
     problem, _, remedy = (one.untested(installed) or "").partition("; remedy: ")
     return Finding(one.name, not one.is_older(installed), problem or f"{installed}; {one.tested}", remedy)
+
+
+CHECKS: Mapping[str, Callable[[], Sequence[Finding]]] = {
+    "transports": _transports,
+    "kernels": _kernels,
+    "channels": _channels,
+    "places": _places,
+    "libraries": system_libraries,
+    "packages": lambda: [_torch()],
+    "engines": lambda: [engine(one) for one in ENGINES.values()],
+}
+"""All there is, kind by kind, in this order."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,10 @@ WRITE = (sys.executable, "-m", __name__)
 def ucx_transports(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S) -> str:
     """The UCX transports of NIXL's writes of CPU memory between two processes here, or why they are not known."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
         try:
             done = subprocess.run(
                 program,
-                env={**os.environ, **settings},
+                env={**os.environ, **settings(folder)},
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,
@@ -45,22 +44,37 @@ def ucx_transports(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S)
             return f"not known: a write between two processes did not end within {timeout_s:g} s"
         except subprocess.CalledProcessError as error:
             return f"not known: a write between two processes failed: {(error.stderr.splitlines() or ['?'])[-1]}"
-        log = Path(folder) / done.stdout.strip()
-        names = found(log.read_text()) if log.is_file() else []
+        names = logged(folder, done.stdout.strip())
     if not names:
         return "not known: UCX does not log them"
-    slow = all(name.startswith("tcp/") for name in names)
-    return ", ".join(names) + (SLOW if slow else "")
+    return ", ".join(names) + (SLOW if only_tcp(names) else "")
+
+
+def settings(folder: str) -> Mapping[str, str]:
+    """The environment in which UCX logs its transports into a folder; UCX reads it when NIXL is imported."""
+    return {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
+
+
+def logged(folder: str, pid: str) -> Sequence[str]:
+    """What :func:`found` finds in the log of a process; nothing if there is none."""
+    log = Path(folder) / pid
+    return found(log.read_text()) if log.is_file() else []
+
+
+def only_tcp(names: Sequence[str]) -> bool:
+    """Whether nothing but sockets leaves the process; ``cuda_copy`` moves bytes within it."""
+    kinds = {name.partition("/")[0] for name in names}
+    return "tcp" in kinds and kinds <= {"tcp", "cuda_copy"}
 
 
 def found(log: str) -> Sequence[str]:
-    """The transports, each with its device, in UCX's tables of writes to another process of this host."""
+    """The transports, each with its device, in UCX's tables of writes to another process."""
     names: set[str] = set()
     to_another = writes = False
     for line in log.splitlines():
         _, edge, row = line.partition("|")
         if "cfg#" in row:
-            to_another, writes = "intra-node" in row, False
+            to_another, writes = "intra-node" in row or "inter-node" in row, False
         elif "by ucp_" in row:
             writes = to_another and "remote memory write" in row
         elif edge and writes:
