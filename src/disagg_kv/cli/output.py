@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -34,7 +35,12 @@ def emit(document: Mapping[str, Json], *text: RenderableType, as_json: bool) -> 
         return
     console = Console(highlight=False)
     for part in text:
-        console.print(part, soft_wrap=isinstance(part, str | Text))
+        if isinstance(part, str | Text):
+            console.print(part, soft_wrap=True)
+        else:
+            # A terminal breaks lines that are too long; a narrower table would lack digits.
+            least = Measurement.get(console, console.options, part).minimum
+            Console(highlight=False, width=max(console.width, least)).print(part)
 
 
 def log(message: str) -> None:

@@ -42,7 +42,7 @@ connections and touches pages."""
 ANSWER_S = 30.0
 """The longest wait for an answer, a write or a connection."""
 
-_WORDS, _FACTOR = NBYTES // 8, 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class About(Struct, frozen=True):
@@ -241,7 +241,7 @@ class End:
 
 def pattern(seed: int, into: torch.Tensor) -> None:
     """Numbers that differ from word to word and from seed to seed; they are there when this returns."""
-    torch.arange(_WORDS, out=into).mul_(_FACTOR).add_(seed)
+    torch.arange(len(into), out=into).mul_(_FACTOR).add_(seed)
     finished(into)
 
 
@@ -282,7 +282,7 @@ def _written(link: Link, end: End, ready: Ready, name: str) -> Lane:
     link.send(Check(1))
     wrong = link.answer(Checked).wrong
     if wrong:
-        raise IntegrityError(f"probe: {carrier.name}: {wrong} of {_WORDS} words are wrong")
+        raise IntegrityError(f"probe: {carrier.name}: {wrong} of {NBYTES // 8} words are wrong")
     return Lane(carrier.name, name == AUTO, carrier.reason, tuple(seconds))
 
 
