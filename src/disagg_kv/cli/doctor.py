@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, redire
 from functools import partial
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from attrs import asdict, evolve, frozen
@@ -23,9 +23,12 @@ from rich.text import Text
 
 from ..engines.versions import ENGINES, Engine
 from ..errors import ConfigurationError, DisaggKVError
-from . import lanes
 from .output import Json, JsonFlag, emit, log, progress
 from .places import nics, place
+
+if TYPE_CHECKING:
+    from .lanes import Probe
+    from .probe import Lane
 
 T = TypeVar("T")
 
@@ -49,7 +52,6 @@ class Finding:
         detail: more about it; if it does not work, the reason.
         remedy: how to make it work.
         library: a transport's package, its version, and the module that is imported.
-        over: what a transport's writes of CPU memory go over within this host, if that can be found out.
     """
 
     name: str
@@ -57,12 +59,10 @@ class Finding:
     detail: str = ""
     remedy: str = ""
     library: str = ""
-    over: str = ""
 
     def __str__(self) -> str:
         word = "works" if self.works else "NO"
         parts = [self.detail, self.remedy and f"remedy: {self.remedy}", self.library]
-        parts.append(self.over and f"writes go over {self.over}")
         return f"{self.name:<15} {word:<6} {'; '.join(filter(None, parts))}".rstrip()
 
 
@@ -78,24 +78,26 @@ def doctor(
         str | None, typer.Option(help="Be the other side of one --peer, at tcp://HOST:PORT or unix:///PATH.")
     ] = None,
     device: Annotated[str, typer.Option(help="Memory that is written from, or to: cpu, cuda, cuda:1 ...")] = "cpu",
-    keys: Annotated[Path | None, typer.Option(help="Folder of keys, for another host: see disagg-kv keys.")] = None,
-    name: Annotated[str | None, typer.Option(help="Own key pair in that folder.")] = None,
+    secret: Annotated[
+        Path | None, typer.Option(help="Own .key_secret beside the allowed keys, for another host.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what works on this host, and for the rest the reason and the remedy; or measure what carries bytes."""
     if between + (peer is not None) + (listen is not None) > 1:
         raise ConfigurationError("--between, --peer and --listen exclude each other")
-    if listen is not None:
-        inbox = lanes.listening(listen, lanes.load_keys(keys, name))
-        log(f"listening at {inbox.address}")
-        _waited("what another process writes here", partial(lanes.listen, inbox, device, math.inf))
-        emit({"ok": True, "listened": listen}, Text(f"{listen}: one probe is over"), as_json=as_json)
-    elif between:
-        _measure(lanes.between(device), as_json)
-    elif peer is not None:
-        _measure(lanes.to_peer(peer, device, lanes.load_keys(keys, name)), as_json)
-    else:
+    if not between and peer is None and listen is None:
         _examine(peers, as_json)
+        return
+    from ..channels import Keys
+    from . import lanes  # this imports torch, which costs seconds
+
+    pair = None if secret is None else Keys.load(secret, secret.parent)
+    if listen is not None:
+        _waited("what is written here", partial(lanes.listen, listen, device, pair, math.inf, log))
+        emit({"ok": True, "listened": listen}, Text("one probe is over"), as_json=as_json)
+    else:
+        _measure(lanes.between(device) if peer is None else lanes.to_peer(peer, device, pair), as_json)
 
 
 def _waited(what: str, act: Callable[[], T]) -> T:
@@ -105,19 +107,21 @@ def _waited(what: str, act: Callable[[], T]) -> T:
         return act()
 
 
-def _measure(opening: AbstractContextManager[lanes.Probe], as_json: bool) -> None:
+def _measure(opening: AbstractContextManager[Probe], as_json: bool) -> None:
     """Show a probe while it goes on; exit code 1 unless what ``auto`` takes is good."""
-    rows = list[lanes.Row]()
+    from .lanes import good, text
+
+    found: list[Lane] = []
     with ExitStack() as stack:
         probe = _waited("the other side", lambda: stack.enter_context(opening))
         _show(probe.head(), as_json)
         for name in probe.names():
-            if not rows or name != rows[0].lane.transport:
-                rows.append(_waited(f"transport {name}", partial(probe.row, name)))
-                _show([rows[-1].text()], as_json)
+            if not found or name != found[0].transport:
+                found.append(_waited(f"transport {name}", partial(probe.measured, name)))
+                _show([text(found[-1])], as_json)
     if as_json:
-        emit(probe.document(rows), as_json=True)
-    if not rows[0].good:
+        emit(probe.document(found), as_json=True)
+    if not good(found[0]):
         raise typer.Exit(1)
 
 
@@ -160,12 +164,11 @@ def _channels() -> Sequence[Finding]:
 
 
 def _places() -> Sequence[Finding]:
-    """Network cards, and which of them is nearest to each device."""
+    """Network cards, and which of them is nearest to each GPU."""
     import torch
 
-    devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    found = [Finding(card.name, True, str(card)) for card in nics()]
-    return [*found, *(Finding(device, True, str(place(device))) for device in devices)]
+    cards = [Finding(card.name, True, str(card)) for card in nics()]
+    return [*cards, *(Finding(f"cuda:{n}", True, str(place(f"cuda:{n}"))) for n in range(torch.cuda.device_count()))]
 
 
 def _findings(reasons: Mapping[str, str | None]) -> Sequence[Finding]:
@@ -198,23 +201,16 @@ def mover(finding: Finding) -> Finding:
 
 
 def _carrier(finding: Finding) -> Finding:
-    """The same with the library behind the transport, and what its writes go over."""
+    """The same with the library behind the transport, or what a peer maps."""
     if not finding.works:
         return finding
     if finding.name in EXPOSED:
         return evolve(finding, detail=EXPOSED[finding.name])
     if finding.name == "nixl":
         from ..transports.nixl_library import load
-        from .ucx import ucx_transports
 
-        return evolve(finding, library=distribution(load().module.__name__), over=ucx_transports())
-    if finding.name == "mooncake":
-        return evolve(
-            finding,
-            library=distribution("mooncake"),
-            over="tcp (configured; the library does not report it)",
-        )
-    return finding
+        return evolve(finding, library=distribution(load().module.__name__))
+    return evolve(finding, library=distribution("mooncake")) if finding.name == "mooncake" else finding
 
 
 def distribution(module: str) -> str:

@@ -1,7 +1,7 @@
 """A model's cache from its ``config.json``, as Hugging Face writes it; needs neither torch nor transformers.
 
-It knows attention: heads, latents and sliding windows. ``disagg_kv.engines.hf.spec_from_config`` also knows the states
-and indexes of other layers.
+It knows layers that are all alike: heads or latents. ``disagg_kv.engines.hf.spec_from_config`` also knows
+windows, states and indexes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
-
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec
-from ..ids import LayerId
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 OTHER_CACHES = re.compile(
     r"mamba_.*|ssm_.*|linear_.*|layers_block_type|hybrid_override_pattern|attn_type_list|block_configs|multi_query|"
     r"is_encoder_decoder|index_topk|num_kv_shared_layers|global_head_dim|conv_kernel"
@@ -39,11 +35,13 @@ def spec_of(path: Path, dtype: str | None) -> CacheSpec:
     text = _text_part(path)
     dtype = dtype or text.get("dtype") or text.get("torch_dtype") or "bfloat16"
     others = sorted(key for key, value in text.items() if OTHER_CACHES.fullmatch(key) and value)
-    kinds = text.get("layer_types") or []
-    if others or not {FULL, SLIDING}.issuperset(kinds):
-        what = ", ".join([*others, *sorted({*map(str, kinds)} - {FULL, SLIDING})])
+    others += sorted({*map(str, text.get("layer_types") or ())} - {"full_attention"})
+    if text.get("sliding_window") and text.get("use_sliding_window") is not False:
+        others.append("sliding_window")
+    if others:
         remedy = "pass spec_from_config of disagg_kv.engines.hf to disagg_kv.strategies.explain"
-        raise ConfigurationError(f"{path}: its layers keep more than K and V ({what}); remedy: {remedy}")
+        what = "its layers do not all keep K and V of all tokens"
+        raise ConfigurationError(f"--config {path}: {what} ({', '.join(others)}); remedy: {remedy}")
     layers = _count(path, text, "num_hidden_layers")
     if text.get("kv_lora_rank"):
         latent = _count(path, text, "kv_lora_rank") + _count(path, text, "qk_rope_head_dim")
@@ -55,26 +53,7 @@ def spec_of(path: Path, dtype: str | None) -> CacheSpec:
         else _count(path, text, "hidden_size") // _count(path, text, "num_attention_heads")
     )
     v_dim = text.get("v_head_dim") and _count(path, text, "v_head_dim")
-    spec = CacheSpec.kv(layers, _count(path, text, heads), dim, dtype, v_head_dim=v_dim)
-    return _windowed(path, text, spec)
-
-
-def _windowed(path: Path, text: Mapping[str, Any], spec: CacheSpec) -> CacheSpec:
-    """With the windows of layers that have one: the current token is in it, and is not cached."""
-    kinds: list[str] = text.get("layer_types") or []
-    if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
-        return spec
-    if not kinds and text.get("model_type") == "mistral":
-        kinds = [SLIDING] * len(spec.layers)
-    if len(kinds) != len(spec.layers):
-        raise ConfigurationError(
-            f"{path}: sliding_window is set, and layer_types does not name the layers that have it"
-        )
-    window = _count(path, text, "sliding_window") - 1
-    return CacheSpec({
-        LayerId(layer): tuple(evolve(c, window=window) if kinds[layer] == SLIDING else c for c in components)
-        for layer, components in spec.layers.items()
-    })  # fmt: skip
+    return CacheSpec.kv(layers, _count(path, text, heads), dim, dtype, v_head_dim=v_dim)
 
 
 def _text_part(path: Path) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Where GPUs and network cards of this host are, by Linux' sysfs, and the nominal rates of what lies between them."""
+"""Where GPUs and network cards of this host are, by Linux' sysfs, and nominal rates."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from attrs import frozen
 SYS = Path("/sys")
 LOOPBACK = "772"
 """Linux' type of the loopback device (ARPHRD_LOOPBACK)."""
-
-GT_BYTES = 1 / 8 * 128 / 130
-"""GB of a lane for each GT/s, as PCIe 3 to 5 encodes them."""
 
 
 @frozen
@@ -51,7 +48,7 @@ class Place:
     Args:
         device: ``cpu``, ``cuda:0`` ...
         path: the PCI devices from the root to it; empty: it is no PCI device, or nvidia-smi does not say.
-        numa: its NUMA node, or that of the processors that this process may use; None: not known.
+        numa: its NUMA node; None: not known, or no PCI device.
         nic: the card; None: there is none.
         named: the environment variable UCX_NET_DEVICES names the card.
     """
@@ -72,7 +69,7 @@ class Place:
 def place(device: str, environment: Mapping[str, str] = os.environ, sys: Path = SYS) -> Place:
     """Where a device of this process is; of the cards that UCX_NET_DEVICES names, else of all, the nearest."""
     bus = bus_of(device)
-    path, numa = place_of(bus, sys) if bus else ((), own_numa(sys))
+    path, numa = place_of(bus, sys) if bus else ((), None)
     cards, names = nics(sys), environment.get("UCX_NET_DEVICES", "").split(",")
     named = [card for card in cards if card.name in names]
     return Place(device, path, numa, nearest(path, numa, named or cards), bool(named))
@@ -113,21 +110,6 @@ def nearest(path: Sequence[str], numa: int | None, cards: Iterable[Nic]) -> Nic 
 def place_of(bus: str, sys: Path = SYS) -> tuple[tuple[str, ...], int | None]:
     """Path and NUMA node of the PCI device at an address."""
     return _place(sys / "bus/pci/devices" / bus)
-
-
-def own_numa(sys: Path = SYS) -> int | None:
-    """The NUMA node of all processors that this process may use; None: they are of several."""
-    mine = os.sched_getaffinity(0)
-    cores = sys.glob("devices/system/node/node*/cpu*")
-    nodes = {core.parent.name for core in cores if core.name[3:].isdecimal() and int(core.name[3:]) in mine}
-    return int(nodes.pop().removeprefix("node")) if len(nodes) == 1 else None
-
-
-def link_gb_s(bus: str, sys: Path = SYS) -> float | None:
-    """The nominal rate of a device's PCIe link in each direction; None: sysfs does not say."""
-    device = sys / "bus/pci/devices" / bus
-    speed, width = (re.match(r"[\d.]+", _text(device / f"max_link_{what}")) for what in ("speed", "width"))
-    return float(speed[0]) * int(width[0]) * GT_BYTES if speed and width else None
 
 
 def nvidia_smi(*arguments: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from attrs import asdict
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ from ..transports.registry import AUTO
 from .model_config import spec_of
 from .options import DecodePageSize, Device, PageSize, number
 from .output import Json, JsonFlag, emit
-from .plan_times import Rates, Times, measured, times
+from .plan_times import Rates, busiest, measured
 from .plan_transports import PairChoice, chosen, hosts_of, kind_of, planned
 
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what each path would post for one request, and which path ``auto`` selects."""
-    spec = _spec(config, layers, kv_heads, head_dim, v_head_dim, mla_latent, dtype)
+    spec = _spec(config, (layers, kv_heads, head_dim, v_head_dim), mla_latent, dtype)
     into = _decoded(spec, decode_dtype, decode_scales)
     prefills, decodes = ranks(spec, prefill_tp, prefill_pp), ranks(into, decode_tp, decode_pp)
     several = planned(transport, device)
@@ -94,16 +95,15 @@ def plan(
     )
     choices = chosen(found, several, kind, hosts, maps)
     rates = _rates(wire_gb_s, copy_gb_s, probe, choices)
-    groups = _groups(found, len(spec.layers), prefill_pp, tokens, rates, (layer_us, group_us), layer_group)
-    takes = times(found, rates)
+    groups = _groups(found, len(spec.layers), prefill_pp, tokens, _pace(layer_us, group_us, tokens, rates), layer_group)
     emit(
-        {**document(found, groups, choices, takes), "conversion": converted},
+        {**document(found, groups, choices, rates), "conversion": converted},
         _paths(found, choices),
-        _pairs(found),
+        _pairs(choices),
+        *(Text(why) for why in dict.fromkeys(f"auto: {one.transport_reason}; {one.reason}" for one in choices)),
         Text(f"conversion, by prefill's kernel: {converted or 'none'}"),
-        _choices(choices),
         Text(f"layer_pipelined: {groups.count} groups of {groups.size} layers: {groups.reason}"),
-        *([] if takes is None else [Text(str(takes))]),
+        *([Text(line)] if (line := rates.text(busiest(found))) else []),
         as_json=as_json,
     )
 
@@ -122,9 +122,7 @@ def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:
     return [shard(spec, tp=tp, rank=rank, layers=stage) for stage in stages(spec, pp) for rank in range(tp)]
 
 
-def document(
-    found: Explanation, groups: Groups, choices: Sequence[PairChoice], takes: Times | None = None
-) -> dict[str, Json]:
+def document(found: Explanation, groups: Groups, choices: Sequence[PairChoice], rates: Rates) -> dict[str, Json]:
     """The explanation as JSON; a path that cannot has its reason in ``refused`` and nulls for numbers.
 
     ``auto`` is null where not all decode ranks take the same path; ``transports`` has each pair of ranks.
@@ -142,14 +140,15 @@ def document(
         "auto": {"path": choices[0].path, "reason": choices[0].reason} if len(_taken(choices)) == 1 else None,
         "transports": [_choice(one) for one in choices],
         "layer_pipelined": {"groups": groups.count, "layers": groups.size, "reason": groups.reason},
-        "times": None if takes is None else _times(takes),
+        "times": _times(rates, busiest(found)),
         "pairs": [_pair(pair) for pair in found.pairs],
     }
 
 
-def _times(takes: Times) -> dict[str, Json]:
-    rates = {"wire_gb_s": takes.rates.wire_gb_s, "copy_gb_s": takes.rates.copy_gb_s, "source": takes.rates.source}
-    return {"busiest_rank_bytes": takes.nbytes, "wire_s": takes.wire_s, "staged_copies_s": takes.copies_s, **rates}
+def _times(rates: Rates, nbytes: int) -> Json:
+    wire, copies = rates.times(nbytes)
+    times = {"busiest_rank_bytes": nbytes, "wire_s": wire, "staged_copies_s": copies}
+    return None if wire is copies is None else {**times, **asdict(rates)}
 
 
 def _taken(choices: Sequence[PairChoice]) -> set[str]:
@@ -157,41 +156,27 @@ def _taken(choices: Sequence[PairChoice]) -> set[str]:
     return {one.path for one in choices}
 
 
-def _groups(
-    found: Explanation,
-    layers: int,
-    pp: int,
-    tokens: int,
-    rates: Rates,
-    costs_us: tuple[float | None, float | None],
-    fixed: int | None,
-) -> Groups:
+def _pace(layer_us: float | None, group_us: float | None, tokens: int, rates: Rates) -> Pace | None:
+    """By times of the user; None: no time was given."""
+    if not layer_us:
+        return None
+    if group_us is None or rates.wire_gb_s is None:
+        raise ConfigurationError("--layer-us needs --group-us, and --wire-gb-s or --probe: plan knows no times")
+    return Pace(layer_us / 1e6 / tokens, rates.wire_gb_s * 1e9, group_us / 1e6)
+
+
+def _groups(found: Explanation, layers: int, pp: int, tokens: int, pace: Pace | None, fixed: int | None) -> Groups:
     """What ``layer_pipelined`` would do with one pass over the request, in the first pipeline stage."""
-    of_stage = -(-layers // pp)
     nbytes = max((pair.nbytes for pair in found.pairs), default=0)
-    layer_us, group_us = costs_us
-    pace = None
-    if layer_us:
-        if group_us is None or rates.wire_gb_s is None:
-            raise ConfigurationError("--layer-us needs --group-us, and --wire-gb-s or --probe: plan knows no times")
-        pace = Pace(layer_us / 1e6 / tokens, rates.wire_gb_s * 1e9, group_us / 1e6)
-    run = LayerRun(of_stage, tokens, nbytes, Batch((tokens,), layered=True))
+    run = LayerRun(-(-layers // pp), tokens, nbytes, Batch((tokens,), layered=True))
     return LayerPipelined(fixed=fixed, pace=pace).groups(run)
 
 
-def _spec(
-    config: Path | None,
-    layers: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    v_head_dim: int | None,
-    latent: int | None,
-    dtype: str | None,
-) -> CacheSpec:
-    """Prefill's cache."""
-    heads = kv_heads, head_dim, v_head_dim
+def _spec(config: Path | None, sizes: tuple[int | None, ...], latent: int | None, dtype: str | None) -> CacheSpec:
+    """Prefill's cache: of a config, or of layers, KV heads, K head and V head."""
+    layers, kv_heads, head_dim, v_head_dim = sizes
     if config is not None:
-        if {layers, latent, *heads} != {None}:
+        if {latent, *sizes} != {None}:
             replaced = "--layers, --kv-heads, --head-dim, --v-head-dim and --mla-latent"
             raise ConfigurationError(f"--config replaces {replaced}: give one or the other")
         return spec_of(config, dtype)
@@ -199,7 +184,7 @@ def _spec(
     if layers is None:
         raise ConfigurationError("--layers is needed, or --config with a model's config.json")
     if latent is not None:
-        if heads != (None, None, None):
+        if sizes[1:] != (None, None, None):
             raise ConfigurationError(
                 "--mla-latent replaces --kv-heads, --head-dim and --v-head-dim: give one or the other"
             )
@@ -244,17 +229,6 @@ def _choice(one: PairChoice) -> dict[str, Json]:
     }
 
 
-def _choices(choices: Sequence[PairChoice]) -> Table:
-    more = len(choices) - SHOWN_PAIRS
-    caption = f"and {more:,} more pairs: --json" if more > 0 else None
-    table = _table("What each pair of ranks takes", caption, "prefill", "decode", "transport", "path")
-    table.add_column("")
-    for one in choices[:SHOWN_PAIRS]:
-        why = Text(f"{one.transport_reason}; {one.reason}")
-        table.add_row(str(one.pair.writer), str(one.pair.target), one.transport or "-", one.path or "-", why)
-    return table
-
-
 def _paths(found: Explanation, choices: Sequence[PairChoice]) -> Table:
     taken = _taken(choices)
     table = _table("One request, all ranks", None, "path", "writes", "bytes")
@@ -267,14 +241,16 @@ def _paths(found: Explanation, choices: Sequence[PairChoice]) -> Table:
     return table
 
 
-def _pairs(found: Explanation) -> Table:
-    able = list(found.descriptors)
-    more = len(found.pairs) - SHOWN_PAIRS
+def _pairs(choices: Sequence[PairChoice]) -> Table:
+    """What each pair of ranks takes, and what it moves."""
+    more = len(choices) - SHOWN_PAIRS
     caption = f"and {more:,} more pairs: --json" if more > 0 else None
-    table = _table("Writes, rank by rank", caption, "prefill", "decode", "bytes", "segments", *able)
-    for pair in found.pairs[:SHOWN_PAIRS]:
-        counts = (f"{pair.descriptors[name]:,}" for name in able)
-        table.add_row(str(pair.writer), str(pair.target), f"{pair.nbytes:,}", str(pair.segments), *counts)
+    names = ("prefill", "decode", "bytes", "segments", "writes", "path", "transport")
+    table = _table("What each pair of ranks takes", caption, *names)
+    for one in choices[:SHOWN_PAIRS]:
+        pair, writes = one.pair, f"{one.pair.descriptors[one.path]:,}" if one.path else "-"
+        ranks, counts = (str(pair.writer), str(pair.target)), (f"{pair.nbytes:,}", str(pair.segments))
+        table.add_row(*ranks, *counts, writes, one.path or "-", one.transport or "-")
     return table
 
 

@@ -15,7 +15,7 @@ from ..strategies import Explanation
 
 @frozen
 class Rates:
-    """How fast bytes move.
+    """How fast bytes move, and what follows for one request: nothing overlaps, nothing else uses the wire.
 
     Args:
         wire_gb_s: GB/s of a rank's wire; None: not known.
@@ -27,47 +27,27 @@ class Rates:
     copy_gb_s: float | None
     source: str = "stated"
 
+    def times(self, nbytes: int) -> tuple[float | None, float | None]:
+        """Seconds of a rank's bytes on the wire, and of their gather and scatter if they are staged."""
+        wire = self.wire_gb_s and nbytes / self.wire_gb_s / 1e9
+        return wire, self.copy_gb_s and 2 * nbytes / self.copy_gb_s / 1e9
 
-@frozen
-class Times:
-    """Bounds for one request: nothing overlaps, nothing else uses the wire.
-
-    Args:
-        nbytes: of the rank that moves most.
-        rates: that were used.
-    """
-
-    nbytes: int
-    rates: Rates
-
-    @property
-    def wire_s(self) -> float | None:
-        """Of the wire; the same on every path."""
-        return self.nbytes / self.rates.wire_gb_s / 1e9 if self.rates.wire_gb_s else None
-
-    @property
-    def copies_s(self) -> float | None:
-        """Of the gather and the scatter of ``staged``; other paths copy nothing beside the wire."""
-        return 2 * self.nbytes / self.rates.copy_gb_s / 1e9 if self.rates.copy_gb_s else None
-
-    def __str__(self) -> str:
-        rates, parts = self.rates, list[str]()
-        if self.wire_s is not None:
-            parts.append(f"{self.wire_s * 1e3:.3g} ms on the wire at {rates.wire_gb_s:.4g} GB/s")
-        if self.copies_s is not None:
-            parts.append(f"{self.copies_s * 1e3:.3g} ms of copies if staged at {rates.copy_gb_s:.4g} GB/s")
-        return f"times ({rates.source}): the busiest rank's {self.nbytes:,} bytes take {', '.join(parts)}"
+    def text(self, nbytes: int) -> str:
+        """The times for people; empty: no rate is known."""
+        wire, copies = self.times(nbytes)
+        parts = [] if wire is None else [f"{wire * 1e3:.3g} ms on the wire at {self.wire_gb_s:.4g} GB/s"]
+        if copies is not None:
+            parts.append(f"{copies * 1e3:.3g} ms of copies if staged at {self.copy_gb_s:.4g} GB/s")
+        return f"times ({self.source}): the busiest rank's {nbytes:,} bytes take {', '.join(parts)}" if parts else ""
 
 
-def times(found: Explanation, rates: Rates) -> Times | None:
-    """For the rank that sends or receives most; None: no rate is known."""
-    if rates.wire_gb_s is None and rates.copy_gb_s is None:
-        return None
+def busiest(found: Explanation) -> int:
+    """Bytes of the rank that sends or receives most."""
     ranks = Counter[tuple[str, int]]()
     for pair in found.pairs:
         ranks["prefill", pair.writer] += pair.nbytes
         ranks["decode", pair.target] += pair.nbytes
-    return Times(max(ranks.values(), default=0), rates)
+    return max(ranks.values(), default=0)
 
 
 def measured(path: Path, transports: Collection[str]) -> Rates:

@@ -7,10 +7,9 @@ the bytes. Nothing of an endpoint is used but :class:`Transport` and a channel t
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -31,7 +30,6 @@ from ..ids import RegionId
 from ..memory import bytes_of, new_buffer
 from ..testing.pair import batch
 from ..transports import Carrier, PeerLost, WriteEnded, between_processes
-from ..transports.registry import AUTO
 from .places import Place
 
 NBYTES = 256 << 20
@@ -39,8 +37,8 @@ TIMES, ENOUGH_S = 5, 1.0
 """The most measured writes of a transport, and the seconds after which no further one begins. One before them makes
 connections and touches pages."""
 
-ANSWER_S = 30.0
-"""The longest wait for an answer, a write or a connection."""
+ANSWER_S, WRITE_S, SILENCE_S = 30.0, 30.0, 60.0
+"""The longest wait for an answer or a connection, for a write, and of the listening side for a frame."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -55,15 +53,9 @@ class About(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """The first frame, again and again until a ``Welcome``: where answers go to."""
+    """The first frame, again and again until it is answered: where answers go to."""
 
     answer_to: str
-
-
-class Welcome(Struct, frozen=True, tag=True):
-    """The answer to ``Hello``."""
-
-    about: About
 
 
 class Ask(Struct, frozen=True, tag=True):
@@ -72,62 +64,57 @@ class Ask(Struct, frozen=True, tag=True):
     transport: str
 
 
-class Ready(Struct, frozen=True, tag=True):
-    """The answer to ``Ask``: where the memory is, or why there is none."""
-
-    offers: bytes = b""
-    region: int = 0
-    refused: str = ""
-
-
 class Check(Struct, frozen=True, tag=True):
     """Compare the memory with the pattern of a seed."""
 
     seed: int
 
 
-class Checked(Struct, frozen=True, tag=True):
-    """The answer to ``Check``."""
-
-    wrong: int
-
-
 class Bye(Struct, frozen=True, tag=True):
     """The probe is over."""
 
 
-Frame = Hello | Welcome | Ask | Ready | Check | Checked | Bye
-F = TypeVar("F", bound=Frame)
+class Answer(Struct, frozen=True, tag=True):
+    """To ``Hello``: who answers. To ``Ask``: where the memory is, or why there is none. To ``Check``: wrong words."""
+
+    about: About | None = None
+    offers: bytes = b""
+    region: int = 0
+    refused: str = ""
+    wrong: int = 0
+
+
+Frame = Hello | Ask | Check | Bye | Answer
 _DECODER = msgspec.msgpack.Decoder(Frame)
 
 
 @frozen
 class Lane:
-    """What one transport did.
+    """What one transport did, and what that is compared with.
 
     Args:
         transport: the name; for ``auto``, that of the transport that it took.
-        auto: whether it is the one that ``auto`` takes.
-        reason: why ``auto`` takes it.
+        reason: why that one.
         seconds: of each measured write.
         error: why nothing was measured; empty: it was.
+        auto: whether it is the one that ``auto`` takes.
+        gb_s: by the median of the writes; None: nothing was measured.
+        over: what the bytes go over; empty: memory that is mapped.
+        fell_back_to_tcp: it is TCP, though there is something faster.
+        most_gb_s: a nominal rate, or that of a copy; None: not known.
+        most: what has that rate.
     """
 
     transport: str
-    auto: bool = False
     reason: str = ""
     seconds: tuple[float, ...] = ()
     error: str = ""
-
-    @property
-    def gb_s(self) -> float | None:
-        """By the median of the writes."""
-        return rate(self.seconds) if self.seconds else None
-
-
-def rate(seconds: Sequence[float]) -> float:
-    """GB/s, by the median."""
-    return NBYTES / statistics.median(seconds) / 1e9
+    auto: bool = False
+    gb_s: float | None = None
+    over: str = ""
+    fell_back_to_tcp: bool = False
+    most_gb_s: float | None = None
+    most: str = ""
 
 
 class Link:
@@ -136,6 +123,7 @@ class Link:
     def __init__(self, channel: Channel, to: str = "") -> None:
         self.channel = channel
         self.to = to
+        self._frames: deque[bytes] = deque()
 
     def send(self, frame: Frame) -> None:
         """Hand a frame over."""
@@ -148,34 +136,35 @@ class Link:
             ConfigurationError: one side does not allow the other.
             RemoteProtocolError: something else came.
         """
-        while time.monotonic() < until:
+        while not self._frames:
+            if time.monotonic() >= until:
+                return None
             work()
-            self.channel.wait(min(every_s, max(0.0, until - time.monotonic())))
+            self.channel.wait(every_s)
             for news in self.channel.poll():
                 if isinstance(news, Denied):
                     reason = news.reason or "one side does not allow the other's key or user: see disagg-kv keys"
                     raise ConfigurationError(f"probe: {news.address}: {reason}")
                 if isinstance(news, Arrived):
-                    try:
-                        return _DECODER.decode(news.frame)
-                    except msgspec.MsgspecError as error:
-                        raise RemoteProtocolError(f"probe: no frame of this version: {error}") from error
-        return None
+                    self._frames.append(news.frame)
+        try:
+            return _DECODER.decode(self._frames.popleft())
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"probe: no frame of this version: {error}") from error
 
-    def answer(self, kind: type[F]) -> F:
-        """The next frame, of this kind. A second ``Welcome`` is passed over.
+    def answer(self) -> Answer:
+        """The next answer; a second one to ``Hello`` is passed over.
 
         Raises:
             PeerLostError: there is none in time.
-            RemoteProtocolError: it is of another kind.
+            RemoteProtocolError: something else came.
         """
-        while isinstance(frame := self.next(time.monotonic() + ANSWER_S), Welcome):
-            pass
-        if frame is None:
-            raise PeerLostError(f"probe: the other side did not answer within {ANSWER_S:g} s")
-        if not isinstance(frame, kind):
-            raise RemoteProtocolError(f"probe: {type(frame).__name__} instead of {kind.__name__}")
-        return frame
+        while (frame := self.next(time.monotonic() + ANSWER_S)) is not None:
+            if not isinstance(frame, Answer):
+                raise RemoteProtocolError(f"probe: unexpected {type(frame).__name__}")
+            if frame.about is None:
+                return frame
+        raise PeerLostError(f"probe: the other side did not answer within {ANSWER_S:g} s")
 
     def greet(self, patience_s: float, alive: Callable[[], bool]) -> About:
         """Introduce this side while the other one lives; what it says of itself.
@@ -186,7 +175,8 @@ class Link:
         until = time.monotonic() + patience_s
         while alive() and time.monotonic() < until:
             self.send(Hello(self.channel.address))
-            if isinstance(found := self.next(time.monotonic() + 0.2), Welcome):
+            found = self.next(time.monotonic() + 0.2)
+            if isinstance(found, Answer) and found.about is not None:
                 return found.about
         raise PeerLostError(
             f"probe: nothing answers at {self.to}: is 'disagg-kv doctor --listen' running there, and is the port open?"
@@ -227,7 +217,7 @@ class End:
         """
         began = time.perf_counter()
         ticket = carrier.transport.submit(carrier.peer, batch(self.region, region, [(0, 0, NBYTES)]))
-        while time.perf_counter() < began + ANSWER_S:
+        while time.perf_counter() < began + WRITE_S:
             for _, event in self.side.poll():
                 if isinstance(event, PeerLost):
                     raise PeerLostError(f"probe: {carrier.name} has lost the other side")
@@ -236,7 +226,7 @@ class End:
                         raise event.error
                     return time.perf_counter() - began
             time.sleep(20e-6)
-        raise DeadlineError(f"probe: {carrier.name}: a write did not end within {ANSWER_S:g} s")
+        raise DeadlineError(f"probe: {carrier.name}: a write did not end within {WRITE_S:g} s")
 
 
 def pattern(seed: int, into: torch.Tensor) -> None:
@@ -259,10 +249,10 @@ def measure(link: Link, name: str, device: str, host: str) -> Lane:
         try:
             end = End(name, device, host)
         finally:
-            ready = link.answer(Ready)
+            ready = link.answer()
         if ready.refused:
             return Lane(name, error=f"at the other side: {ready.refused}")
-        return _written(link, end, ready, name)
+        return _written(link, end, ready)
     except DisaggKVError as error:
         return Lane(name, error=text_of(error))
     finally:
@@ -270,7 +260,7 @@ def measure(link: Link, name: str, device: str, host: str) -> Lane:
             end.side.close(1.0)
 
 
-def _written(link: Link, end: End, ready: Ready, name: str) -> Lane:
+def _written(link: Link, end: End, ready: Answer) -> Lane:
     carrier = end.side.connect(end.side.shared(ready.offers), ANSWER_S)
     region = RegionId(ready.region)
     pattern(0, end.words())
@@ -280,14 +270,14 @@ def _written(link: Link, end: End, ready: Ready, name: str) -> Lane:
     while len(seconds) < TIMES and sum(seconds) < ENOUGH_S:
         seconds.append(end.write(carrier, region))
     link.send(Check(1))
-    wrong = link.answer(Checked).wrong
+    wrong = link.answer().wrong
     if wrong:
         raise IntegrityError(f"probe: {carrier.name}: {wrong} of {NBYTES // 8} words are wrong")
-    return Lane(carrier.name, name == AUTO, carrier.reason, tuple(seconds))
+    return Lane(carrier.name, carrier.reason, tuple(seconds))
 
 
 def serve(channel: Channel, here: About, device: str, host: str, first_s: float = math.inf) -> None:
-    """Listen until one probe is over. It may come within ``first_s``, and be silent for twice ANSWER_S.
+    """Listen until one probe is over. It may come within ``first_s``, and be silent for SILENCE_S.
 
     Raises:
         PeerLostError: it was silent for longer.
@@ -299,22 +289,22 @@ def serve(channel: Channel, here: About, device: str, host: str, first_s: float 
     try:
         while True:
             frame = link.next(until, end.side.poll if end else lambda: None, 0.0005 if end else 0.1)
-            until = time.monotonic() + 2 * ANSWER_S
+            until = time.monotonic() + SILENCE_S
             match frame:
                 case Hello():
                     link.to = frame.answer_to
-                    link.send(Welcome(here))
+                    link.send(Answer(here))
                 case Ask():
                     if end is not None:
                         end.side.close(1.0)
                         end = None
                     try:
                         end = End(frame.transport, device, host)
-                        link.send(Ready(end.side.offers(), end.region))
+                        link.send(Answer(offers=end.side.offers(), region=end.region))
                     except DisaggKVError as error:
-                        link.send(Ready(refused=text_of(error)))
+                        link.send(Answer(refused=text_of(error)))
                 case Check() if end is not None:
-                    link.send(Checked(end.wrong(frame.seed)))
+                    link.send(Answer(wrong=end.wrong(frame.seed)))
                 case Bye():
                     return
                 case None:
