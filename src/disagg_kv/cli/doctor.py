@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .probe import Lane
 
 T = TypeVar("T")
+Checks = Mapping[str, "Callable[[], Sequence[Finding]]"]
 
 EXPOSED = {
     "cuda_ipc": "a peer maps the whole allocation that holds a region: allocate nothing else beside the cache",
@@ -132,8 +133,9 @@ def _show(lines: Iterable[Text], as_json: bool) -> None:
 
 
 def _examine(peers: int, as_json: bool) -> None:
-    found, limit = dict[str, Sequence[Finding]](), resource.getrlimit(resource.RLIMIT_NOFILE)
-    for kind, check in {**CHECKS, "limits": partial(limits, peers, *limit)}.items():
+    found = dict[str, Sequence[Finding]]()
+    checks: Checks = {**CHECKS, "limits": lambda: limits(peers, *resource.getrlimit(resource.RLIMIT_NOFILE))}
+    for kind, check in checks.items():
         found[kind] = _waited(kind, check)
         _show((Text(f"{kind:<11} {finding}") for finding in found[kind]), as_json)
     troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
@@ -340,7 +342,7 @@ def engine(one: Engine) -> Finding:
     return Finding(one.name, not one.is_older(installed), problem or f"{installed}; {one.tested}", remedy)
 
 
-CHECKS: Mapping[str, Callable[[], Sequence[Finding]]] = {
+CHECKS: Checks = {
     "transports": _transports,
     "kernels": _kernels,
     "channels": _channels,

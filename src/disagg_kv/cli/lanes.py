@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from attrs import evolve, frozen
 from rich.text import Text
 
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
+from ..channels.reach import reached_at
 from ..core.wire.frames import VERSION
 from ..memory import new_buffer
 from ..transports import Process, default_transport
@@ -163,7 +163,8 @@ def to_peer(
     """A probe to a process that listens at an address, while that is alive."""
     check_device(device)
     before = dict(os.environ)
-    any_port = "tcp://0.0.0.0:0" if host_of(address) else "tcp://127.0.0.1:0"
+    host = reached_at(address)
+    any_port = f"tcp://{('[::]' if ':' in host else '0.0.0.0') if host else '127.0.0.1'}:0"
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(listening(f"unix://{folder}/from" if address.startswith("unix:") else any_port, keys)) as channel,
@@ -174,7 +175,7 @@ def to_peer(
             there = link.greet(patience_s, alive)
             source, target = (torch.ones(NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
             seconds = timeit.repeat(lambda: finished(target.copy_(source)), number=1, repeat=TIMES)
-            yield Probe(link, host_of(channel.address), about(device), there, rate(seconds), folder)
+            yield Probe(link, reached_at(channel.address), about(device), there, rate(seconds), folder)
             link.send(Bye())
             link.next(time.monotonic() + LEAVES_S)
         finally:
@@ -187,7 +188,7 @@ def listen(bind: str, device: str, keys: Keys | None, wait_s: float, say: Callab
     check_device(device)
     with closing(listening(bind, keys)) as channel:
         say(channel.address)
-        serve(channel, about(device), device, host_of(channel.address), wait_s)
+        serve(channel, about(device), device, reached_at(channel.address), wait_s)
 
 
 def listening(bind: str, keys: Keys | None) -> Channel:
@@ -199,12 +200,6 @@ def check_device(device: str) -> None:
     """Raise a ConfigurationError unless there is such a device here, and a transport for it."""
     default_transport(device)
     new_buffer(1, device)
-
-
-def host_of(address: str) -> str:
-    """The host of an address that others can reach; empty: they are on this host."""
-    found = re.match(r"tcp://\[?(?!127\.|localhost|::1\])([^\]#]+?)\]?:\d+(#|$)", address)
-    return found[1] if found else ""
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ class Rates:
     def text(self, nbytes: int) -> str:
         """The times for people; empty: no rate is known."""
         wire, copies = self.times(nbytes)
-        parts = [] if wire is None else [f"{wire * 1e3:.3g} ms on the wire at {self.wire_gb_s:.4g} GB/s"]
+        parts = [] if wire is None else [f"{wire * 1e3:,.1f} ms on the wire at {self.wire_gb_s:.4g} GB/s"]
         if copies is not None:
-            parts.append(f"{copies * 1e3:.3g} ms of copies if staged at {self.copy_gb_s:.4g} GB/s")
+            parts.append(f"{copies * 1e3:,.1f} ms of copies if staged at {self.copy_gb_s:.4g} GB/s")
         return f"times ({self.source}): the busiest rank's {nbytes:,} bytes take {', '.join(parts)}" if parts else ""
 
 

@@ -148,9 +148,10 @@ class Link:
                 if isinstance(news, Arrived):
                     self._frames.append(news.frame)
         try:
-            return _DECODER.decode(self._frames.popleft())
+            frame: Frame = _DECODER.decode(self._frames.popleft())
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"probe: no frame of this version: {error}") from error
+        return frame
 
     def answer(self) -> Answer:
         """The next answer; a second one to ``Hello`` is passed over.

@@ -247,8 +247,13 @@ def test_numbers_are_whole_at_80_columns(more: str, cli: Cli, capsys: pytest.Cap
     assert len(counted) == 8
     for pair, one in zip(counted, pairs(found), strict=True):
         row = f"{pair['bytes']:,} {pair['segments']} {pair['descriptors'][one['path']]:,} {one['path']}".split()
-        assert row in [line.split()[2:6] for line in shown.splitlines()]
-    assert max(len(line) for line in shown.splitlines() if " mapped" in line and "auto" not in line) <= 80
+        (line,) = (
+            line
+            for line in shown.splitlines()
+            if line.split()[:2] == [str(n) for n in (one["prefill_rank"], one["decode_rank"])]
+        )
+        assert line.split()[2:6] == row
+        assert len(line) <= 80
 
 
 def test_a_conversion_is_shown_halves_the_bytes_and_needs_a_kernel(cli: Cli) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from disagg_kv.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from disagg_kv.ids import Ticket
+from disagg_kv.ids import Peer, Ticket
 from disagg_kv.transports import PeerLost, ShmTransport, Transport, WriteEnded, registry
 from tests.support.needs import needs_nixl
 
@@ -57,6 +58,13 @@ def listener(folder: Path, **options: float) -> Iterator[tuple[Link, list[BaseEx
     finally:
         mine.close()
         inbox.close()
+
+
+def until(raised: list[BaseException]) -> None:
+    """The listener has raised something."""
+    end = time.monotonic() + 60.0
+    while not raised and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def greet(link: Link) -> None:
@@ -99,8 +107,8 @@ class Losing(Careless):
 
     name = "losing"
 
-    def submit(self, peer: object, *_: object, **__: object) -> Ticket:
-        self._events.append(PeerLost(peer))  # type: ignore[arg-type]
+    def submit(self, *given: object, **__: object) -> Ticket:
+        self._events.append(PeerLost(cast("Peer", given[0])))
         return Ticket(1)
 
 
@@ -172,15 +180,13 @@ def test_nothing_listens(tmp_path: Path) -> None:
 def test_a_side_that_is_silent_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never comes, one that greets and says no more, one that does not answer."""
     with listener(tmp_path, first_s=0.1) as (_, raised):
-        pass
+        until(raised)
     assert isinstance(raised[0], PeerLostError)
     monkeypatch.setattr(probe, "ANSWER_S", 0.1)
     monkeypatch.setattr(probe, "SILENCE_S", 0.1)
     with listener(tmp_path) as (link, raised):
         greet(link)
-        until = time.monotonic() + 60
-        while not raised and time.monotonic() < until:
-            time.sleep(0.01)
+        until(raised)
         with pytest.raises(PeerLostError, match=r"did not answer within 0\.1 s"):
             link.answer()
     assert "silent" in str(raised[0])
