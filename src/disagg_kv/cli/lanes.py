@@ -25,8 +25,9 @@ from rich.text import Text
 from ..channels import Channel, Keys, UnixChannel, ZmqChannel
 from ..channels.reach import reached_at
 from ..core.wire.frames import VERSION
+from ..errors import UnknownNameError
 from ..memory import new_buffer
-from ..transports import Process, default_transport
+from ..transports import Process
 from ..transports.registry import AUTO, IN_AUTO
 from .output import Json
 from .places import nics, nvlink_gb_s, place
@@ -198,7 +199,8 @@ def listening(bind: str, keys: Keys | None) -> Channel:
 
 def check_device(device: str) -> None:
     """Raise a ConfigurationError unless there is such a device here, and a transport for it."""
-    default_transport(device)
+    if device.partition(":")[0] not in IN_AUTO:
+        raise UnknownNameError("device", device, IN_AUTO)
     new_buffer(1, device)
 
 

@@ -148,23 +148,23 @@ def test_what_is_checked_is_said_and_what_is_found_is_shown_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A line on stderr for a check that takes long; a result is there before the next check begins."""
-    seen: list[str] = []
+    seen: list[tuple[str, str]] = []
 
     def slow() -> list[Finding]:
         time.sleep(0.3)
         return [Finding("one", True, "found")]
 
     def last() -> list[Finding]:
-        seen.append(capsys.readouterr().out)
+        seen.append(capsys.readouterr())
         return []
 
     monkeypatch.setattr(output, "FIRST_S", 0.1)
     monkeypatch.setattr(doctor, "CHECKS", {"transports": slow, "kernels": last, "channels": list})
     assert run(["doctor"]) == 1
-    assert "transports  one             works  found" in seen[0]
-    out, err = capsys.readouterr()
-    assert "None of these works: kernels, channels." in out
+    ((out, err),) = seen
+    assert "transports  one             works  found" in out
     assert "checking transports, 0 s" in err
+    assert "None of these works: kernels, channels." in capsys.readouterr().out
 
 
 def test_places_of_cards_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
