@@ -29,6 +29,9 @@ def main() -> None:
     load, began = os.getloadavg()[0], time.monotonic()
     done = subprocess.run([*DOCTOR, "--device", given.device], stdout=subprocess.PIPE, text=True, check=True)
     found = {"seconds": time.monotonic() - began, "load_before": load, **json.loads(done.stdout)}
+    for side in ("from", "to"):
+        for name in ("host", "where"):
+            del found[side][name]  # the name of a machine is no result
     given.json.write_text(json.dumps({"machine": attrs.asdict(Machine.here()), **found}, indent=1) + "\n")
 
 
