@@ -54,8 +54,8 @@ def text(lane: Lane) -> Text:
     name = f"{'auto' if lane.auto else '':<5}{lane.transport:<9}"
     if lane.gb_s is None:
         return Text.assemble(name, (f"FAILED: {lane.error}", FAILED))
-    share = f"{lane.gb_s / lane.most_gb_s:4.0%} of {lane.most_gb_s:.4g} GB/s, {lane.most}" if lane.most_gb_s else ""
-    line = Text("; ".join(filter(None, [f"{name}{lane.gb_s:8.2f} GB/s  {share}", lane.over])))
+    share = f"{lane.gb_s / lane.most_gb_s:.0%} of {lane.most_gb_s:.4g} GB/s, {lane.most}" if lane.most_gb_s else ""
+    line = Text("; ".join(filter(None, [f"{name}{lane.gb_s:8.2f} GB/s", share, lane.over])))
     return line.append(f"  {FELL_BACK}", FAILED) if lane.fell_back_to_tcp else line
 
 
@@ -148,7 +148,7 @@ def between(device: str) -> Iterator[Probe]:
     other = kind if kind == "cpu" else f"cuda:{(int(number or 0) + 1) % torch.cuda.device_count()}"
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-m", __name__, f"unix://{folder}/to", other]
-        with subprocess.Popen(program, stdout=sys.stderr) as process:
+        with subprocess.Popen(program, stdout=2) as process:
             try:
                 with to_peer(program[3], device, None, STARTS_S, lambda: process.poll() is None) as probe:
                     yield probe

@@ -126,11 +126,11 @@ def test_what_cannot_be_probed_is_refused(line: str, says: str, capsys: pytest.C
 def test_a_lane_is_a_line_with_what_is_wrong_in_red() -> None:
     fine = Lane("shm", seconds=(0.1, 0.1), auto=True, gb_s=rate((0.1, 0.1)), most_gb_s=5.0, most="a copy")
     assert good(fine)
-    assert str(text(fine)) == "auto shm          2.68 GB/s   54% of 5 GB/s, a copy"
+    assert str(text(fine)) == "auto shm          2.68 GB/s; 54% of 5 GB/s, a copy"
     assert text(fine).spans == []
     slow = evolve(fine, fell_back_to_tcp=True, most_gb_s=None, most="", over="UCX: tcp/lo")
     assert not good(slow)
-    assert str(text(slow)).endswith(f"2.68 GB/s  ; UCX: tcp/lo  {FELL_BACK}")
+    assert str(text(slow)).endswith(f"2.68 GB/s; UCX: tcp/lo  {FELL_BACK}")
     bad = Lane("nixl", error="no route")
     assert not good(bad)
     assert str(text(bad)) == "     nixl     FAILED: no route"
