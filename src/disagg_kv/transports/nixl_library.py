@@ -302,7 +302,7 @@ def check_shareable(buffer: Buffer) -> None:
     if not capable:
         raise RegistrationError(
             f"nixl: {buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r} cannot be shared between processes; "
-            f"allocate them without 'expandable_segments:True' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
+            "use cudaMalloc, not cuMemCreate (fabric handles too): no 'expandable_segments:True' (PYTORCH_ALLOC_CONF)"
         )
 
 
