@@ -119,7 +119,7 @@ def test_rows_that_were_told_are_compared_and_prefills_caches_are_not(tmp_path: 
         path.unlink()
         for rank in range(2):
             np.save(tmp_path / f"rows-decode-{request}-{rank}.npy", whole[:, :, rank * 2 : rank * 2 + 2])
-    files = [attrs.evolve(file, told=True) for file in files]
+    files = [attrs.evolve(file, expected=True) for file in files]
     assert check(tmp_path, "decode", ROWS, 1, files) == Checked(NBYTES, 0, 0)
     path = tmp_path / "rows-decode-0-1.npy"
     told = np.load(path)

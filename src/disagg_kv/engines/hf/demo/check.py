@@ -52,7 +52,7 @@ class PoolFile:
         tables: the pages of every request.
         slots: the slot of every request, if there are states.
         used: pages that had rows of earlier turns; bytes in them beside the rows of ``tables`` do not matter.
-        told: the rows of each request are those of ``rows-<role>-<request>-<rank>.npy`` ``[layers, 2, heads, rows,
+        expected: the rows of each request are those of ``rows-<role>-<request>-<rank>.npy`` ``[layers, 2, heads, rows,
             dim]``, and not of prefill's own caches: for pools with K and V in every layer.
     """
 
@@ -61,7 +61,7 @@ class PoolFile:
     tables: Sequence[Sequence[int]]
     slots: Sequence[Sequence[int]] = ()
     used: Sequence[int] = ()
-    told: bool = False
+    expected: bool = False
 
 
 @frozen
@@ -82,7 +82,7 @@ class Checked:
 def check(work: Path, role: Role, tokens: Sequence[int], prefills: int, pools: Sequence[PoolFile]) -> Checked:
     """Compare each rank's memory in ``pool-<role>-<rank>.npy`` with what prefill left in ``own-<request>-<rank>.npz``.
 
-    Or with what it was told; see :class:`PoolFile`.
+    Or with the expected rows; see :class:`PoolFile`.
 
     Args:
         work: the folder.
@@ -95,16 +95,16 @@ def check(work: Path, role: Role, tokens: Sequence[int], prefills: int, pools: S
     memories = [np.load(work / f"pool-{role}-{rank}.npy") for rank in range(len(pools))]
     expected = [np.zeros(memory.shape, bool) for memory in memories]
     for request, count in enumerate(tokens):
-        own = {} if pools[0].told else own_cache(work, request, prefills)
+        own = {} if pools[0].expected else own_cache(work, request, prefills)
         for rank, (pool, memory, seen) in enumerate(zip(pools, memories, expected, strict=True)):
-            told = np.load(work / f"rows-{role}-{request}-{rank}.npy") if pool.told else None
+            told = np.load(work / f"rows-{role}-{request}-{rank}.npy") if pool.expected else None
             for number, plane in enumerate(pool.planes):
                 if told is None:
                     rows = np.stack([own[plane.name, unit] for unit in range(*plane.units)], axis=1)
                 else:
                     rows = np.ascontiguousarray(told[divmod(number, 2)].swapaxes(0, 1))
                 cells = rows.view(np.uint8) if plane.dtype == "float32" else _converted(rows, plane.dtype)
-                first = 0 if plane.rows or pool.told else count - len(cells)
+                first = 0 if plane.rows or pool.expected else count - len(cells)
                 pages, size = (pool.slots, plane.rows) if plane.rows else (pool.tables, pool.page_size)
                 where = _addresses(plane.strides, size, pages[request], first, cells.shape)
                 nbytes += cells.size

@@ -244,7 +244,7 @@ class DemoConfig:
 
     @property
     def passes(self) -> int:
-        """Number of forward passes of prefill: each turn computes only the tokens that nobody has."""
+        """Number of forward passes of prefill: each turn computes only the tokens that neither side has."""
         passes = 0
         for turn in range(self.turns):
             back = self.kept(turn) if any(self.returned(turn)) else (0,) * self.requests

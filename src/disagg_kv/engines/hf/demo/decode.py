@@ -84,7 +84,7 @@ class _Rank:
             if there < rows:
                 deliveries[-1].abort(f"{there} of {rows} rows are left, the others were evicted")
                 continue
-            self.expected.tell(request)
+            self.expected.publish(request)
             if rows:
                 deliveries[-1].send_chunk(rows, [PageTable(self.paged.group.id, locks[-1].pages)])
             deliveries[-1].finish(rows)
@@ -175,9 +175,9 @@ def run(member: Member, store: Store) -> None:
         ended = now()
         member.save("pool", dump(of.pool))
         if rank.expected is not None:
-            rank.expected.tell_all()
+            rank.expected.publish_all()
         tables = [conversation.table for conversation in rank.each if conversation.table is not None]
-        layout = laid_out(of.pool, tables, rank.slots, sorted(rank.used), told=rank.expected is not None)
+        layout = laid_out(of.pool, tables, rank.slots, sorted(rank.used), expected=rank.expected is not None)
         tokens = tuple(conversation.answers for conversation in rank.each)
         rooms, returned, held = tuple(rank.rooms), tuple(rank.returned), tuple(rank.held)
         member.leave(

@@ -1,4 +1,4 @@
-"""What a rank's pages must hold of each conversation, told by the process that computed each row.
+"""What a rank's pages must hold of each conversation, from the process that computed each row.
 
 Rows are passed on as files beside every transfer, so that nothing of it is the library's.
 """
@@ -40,14 +40,14 @@ class ExpectedRows:
         layers = [torch.cat(key_values(of))[:, :, start:] for of in cache.layers]
         self._follow(request, start, torch.stack(layers).cpu().numpy())
 
-    def tell(self, request: int) -> None:
-        """Pass the rows on; in time, for who receives them next."""
+    def publish(self, request: int) -> None:
+        """Pass the rows on, before they are sent."""
         np.save(_file(self._member.work, self._member.role, request, self._member.rank), self.of[request])
 
-    def tell_all(self) -> None:
+    def publish_all(self) -> None:
         """At the end, pass all rows on to the comparison."""
         for request in range(len(self.of)):
-            self.tell(request)
+            self.publish(request)
 
     def received(self, request: int, start: int, stop: int, role: Role, ranks: range) -> None:
         """The rows ``[start, stop)`` have come from these ranks of a role."""

@@ -113,7 +113,7 @@ class _Rank:
                 self._pool.write_aux(request, token.to_bytes(4, "little"))
             if self.expected is not None:
                 self.expected.computed(request, cached, cache)
-                self.expected.tell(request)
+                self.expected.publish(request)
             delivery.finish(
                 len(prompt),
                 state=self._places[request],
@@ -174,8 +174,8 @@ def run(member: Member, store: Store) -> None:
         if config.both_ways:
             member.save("pool", dump(of.pool))
             assert rank.expected is not None
-            rank.expected.tell_all()
-            layout = laid_out(of.pool, rank.tables, told=True)
+            rank.expected.publish_all()
+            layout = laid_out(of.pool, rank.tables, expected=True)
         rooms, returned = tuple(rank.rooms), tuple(rank.returned)
         member.leave(PrefillResult(os.getpid(), heads(of.pool), ready, ended, rooms, returned, rank.evicted, layout))
 

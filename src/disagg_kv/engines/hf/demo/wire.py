@@ -54,7 +54,7 @@ def room(request: int, turn: int, *, back: bool = False) -> RoomId:
 
 @frozen
 class Answer:
-    """What decode answers; it tells the next turn's prefill where the rows are, as a router would pass it on.
+    """What decode answers, and where its rows are, which the next turn's prefill needs; a router would pass it on.
 
     Args:
         tokens: the answer.
