@@ -259,6 +259,7 @@ def test_wrong_rows_are_noticed_where_they_go_both_ways() -> None:
     assert isinstance(report, Report)
     assert not report.tokens_equal
     assert report.wrong_bytes > 0
+    assert report.stray_bytes == 0, "prefill had more rows than decode's whole pages"
 
 
 def test_without_the_selection_every_turn_moves_everything() -> None:

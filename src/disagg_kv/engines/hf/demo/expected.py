@@ -55,8 +55,9 @@ class ExpectedRows:
         self._follow(request, start, np.concatenate(parts, axis=2)[:, :, self._heads, start:stop])
 
     def _follow(self, request: int, start: int, rows: Rows) -> None:
-        """Rows take the place of all from ``start`` on."""
-        self.of[request] = np.concatenate((self.of[request][:, :, :, :start], rows), axis=3)
+        """Rows take their place among those that are there; later ones stay."""
+        there = self.of[request]
+        self.of[request] = np.concatenate((there[..., :start, :], rows, there[..., start + rows.shape[3] :, :]), axis=3)
 
 
 def key_values(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
