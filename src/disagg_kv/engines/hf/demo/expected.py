@@ -41,8 +41,12 @@ class ExpectedRows:
         self._follow(request, start, torch.stack(layers).cpu().numpy())
 
     def publish(self, request: int) -> None:
-        """Pass the rows on, before they are sent."""
-        np.save(_file(self._member.work, self._member.role, request, self._member.rank), self.of[request])
+        """Pass the rows on, before they are sent. A reader of what was passed on before may be at work."""
+        file = _file(self._member.work, self._member.role, request, self._member.rank)
+        draft = file.with_suffix(".part")
+        with draft.open("wb") as out:
+            np.save(out, self.of[request])
+        draft.replace(file)
 
     def publish_all(self) -> None:
         """At the end, pass all rows on to the comparison."""
