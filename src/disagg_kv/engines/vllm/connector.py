@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -104,7 +105,8 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._options = EngineOptions.read(EXTRA_CONFIG, transfer.kv_connector_extra_config)
         on_cpu, common = current_platform.is_cpu(), self._options.common
-        self._facts = facts(vllm_config, kv_cache_config, tiles=on_cpu, common=common)
+        channels_first = is_conv_state_dim_first()
+        self._facts = facts(vllm_config, kv_cache_config, tiles=on_cpu, common=common, channels_first=channels_first)
         if self._facts.common is not None:
             _check_order(vllm_config, self._facts.block, self._facts.common.dim)
         if self._options.layered:

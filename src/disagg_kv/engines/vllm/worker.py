@@ -274,8 +274,9 @@ class WorkerSide:
 
     def _finish(self, name: str, chunk: Chunk, ready: Event | None) -> None:
         going = self._outgoing[name]
-        if not going.finished:
-            going.delivery.finish(chunk.stop, ready=ready)
+        if chunk.states or not going.finished:
+            # States that were withdrawn are given again.
+            going.delivery.finish(chunk.stop, state=tables(chunk.states), ready=ready)
             going.finished, going.claim_by = True, time.monotonic() + self._claim_s
 
     def _claim(self, going: Outgoing, now: float) -> None:
@@ -324,7 +325,7 @@ class WorkerSide:
         assert self._receiver is not None
         reception = self._receiver.open(room_id(load.origin.transfer), load.origin.source, tag=load.tag)
         self._incoming[name] = Incoming(reception, time.monotonic())
-        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held))
+        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held, state=tables(load.states)))
 
     def _received(self, name: str, coming: Incoming) -> None:
         if coming.reception.phase is Phase.DONE:
