@@ -15,7 +15,7 @@ The parts, none of which imports vLLM but the first:
 * ``states``: the states of Mamba layers and gated delta nets in it.
 * ``element_order``: where vLLM's CPU attention stores each element.
 * ``params``: what travels in ``kv_transfer_params``.
-* ``stats``: counters for vLLM's log and metrics.
+* ``stats``: counts and measurements for vLLM's log and metrics.
 """
 
 from __future__ import annotations

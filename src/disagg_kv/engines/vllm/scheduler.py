@@ -337,7 +337,7 @@ class SchedulerSide:
         except Exception as exc:
             log.warning("request %s cannot be loaded: %s", name, exc)
             if lacking:
-                self._work.refused[name] = str(exc)
+                self._work.refused[name] = exc
         if lacking:
             self._loading.add(name)
 

@@ -96,7 +96,7 @@ class StepWork:
     preempted: list[str] = field(factory=list)
     loads: dict[str, Load] = field(factory=dict)
     declined: list[Declined] = field(factory=list)
-    refused: dict[str, str] = field(factory=dict)
+    refused: dict[str, Exception] = field(factory=dict)
     unsent: list[str] = field(factory=list)
     aborted: list[str] = field(factory=list)
     early: dict[str, tuple[str, bytes]] = field(factory=dict)
