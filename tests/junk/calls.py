@@ -614,12 +614,12 @@ covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", 
 def _tensors() -> dict[str, object]:
     tensors = {layer: {n: torch.zeros(2, 4, 2, 8, dtype=torch.float16) for n in "kv"} for layer in SPEC.layers}
     return {"spec": SPEC, "shard": shard(SPEC), "tensors": tensors, "layout": "NHD", "group": KV,
-            "null_page": None, "aux_slots": 1, "aux_bytes": 8,
+            "null_page": None, "state_group": "state", "aux_slots": 1, "aux_bytes": 8,
             "overlaid": False}  # fmt: skip
 
 
 covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing", group="text by layer",
-       null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
+       null_page="count or none", state_group="text by layer", aux_slots="count", aux_bytes="count", overlaid="flag")(
     lambda bench: (PagedPool.from_tensors, _tensors())
 )  # fmt: skip
 covers("PagedPool.view", plane="count")(lambda bench: (_pool().view, {"plane": 0}))

@@ -142,6 +142,7 @@ class PagedPool:
         layout: Layout = "NHD",
         group: str | Mapping[LayerId, str] | Mapping[int, str] = KV,
         null_page: int | None = None,
+        state_group: str | Mapping[LayerId, str] | Mapping[int, str] = STATE,
         overlaid: bool = False,
         aux_slots: int = 0,
         aux_bytes: int = 0,
@@ -152,11 +153,12 @@ class PagedPool:
             spec: the whole cache.
             shard: the part that this rank holds.
             tensors: per layer and component a tensor ``[pages, page_size, units, dim]`` (NHD) or ``[pages, units,
-                page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots of the group
-                ``"state"`` replace pages and its rows replace ``page_size``.
+                page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots replace pages and its
+                rows replace ``page_size``.
             layout: the order of the axes, NHD or HND.
             group: the name of the page-id space. A cache with several spaces has the name for each layer.
             null_page: a page of every space that has no data; see :class:`~disagg_kv.geometry.Group`.
+            state_group: the same as ``group``, of states.
             overlaid: True: the groups share one space of page ids. The engine gives a page to one group at a time, so
                 tensors of different groups may share the bytes of a page, and a room names it in one group only.
             aux_slots: number of aux rows.
@@ -166,10 +168,9 @@ class PagedPool:
             GeometryError: a tensor with a shape, element type or strides that do not match the shard; tensors of one
                 group with different page sizes; a layer without a group; tensors that share bytes, of one group or of
                 pages with different ids.
-            UnsupportedError: states in groups that are overlaid.
         """
         _check_whole(spec, shard, layout)
-        named = _named_by_layer(group)
+        named, named_states = _named_by_layer(group), _named_by_layer(state_group)
         buffers: list[Buffer] = []
         numbers: dict[int, int] = {}
         planes: list[Plane] = []
@@ -186,7 +187,7 @@ class PagedPool:
             offset = tensor.data_ptr() - storage.data_ptr()
             strides = (step[0] * size, step[rows] * size, step[units] * size)
             states = spec.component(layer, name).rows
-            space = STATE if states else named(layer)
+            space = named_states(layer) if states else named(layer)
             planes.append(Plane(layer, name, space, numbers[storage.data_ptr()], offset, *strides))
             sizes.setdefault(space, set()).add((tensor.shape[0], spec.state_rows() if states else tensor.shape[rows]))
         if not sizes:

@@ -241,6 +241,8 @@ def test_an_engine_s_tensors_may_have_a_page_space_for_each_layer() -> None:
     }
     spaces = {(plane.layer, plane.component): plane.group for plane in pool.site.planes}
     assert [spaces[LayerId(1), name] for name in ("k", "v", "ssm")] == ["slide", "slide", "state"]
+    pool = PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names, state_group={0: "one", 1: "other"})
+    assert pool.site.state_groups == {"one", "other"}
     del names[LayerId(1)]
     with pytest.raises(GeometryError, match=r"group: layer 1 has no name; those of \[0\] are given"):
         PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names)
