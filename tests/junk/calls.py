@@ -599,10 +599,10 @@ plain("Buffer.__init__", Buffer, {"addr": 4096, "nbytes": 1, "device": "cpu", "o
 
 POOL = {"spec": SPEC, "shard": shard(SPEC), "pages": 2, "page_size": 4, "state_slots": 0, "layout": "NHD",
         "fused": False, "group": KV, "aux_slots": 1, "aux_bytes": 8, "allocator": None,
-        "device": "cpu"}  # fmt: skip
+        "device": "cpu", "pinned": False}  # fmt: skip
 plain("PagedPool.allocate", PagedPool.allocate, POOL, spec="thing", shard="thing", pages="count", page_size="count",
       state_slots="count", layout="thing", fused="flag", group="text", aux_slots="count",
-      aux_bytes="count", allocator="function or none", device="thing")  # fmt: skip
+      aux_bytes="count", allocator="function or none", device="thing", pinned="flag")  # fmt: skip
 
 
 covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", aux_bytes="count")(

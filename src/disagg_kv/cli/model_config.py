@@ -35,7 +35,8 @@ def spec_of(path: Path, dtype: str | None) -> CacheSpec:
     text = _text_part(path)
     dtype = dtype or text.get("dtype") or text.get("torch_dtype") or "bfloat16"
     others = sorted(key for key, value in text.items() if OTHER_CACHES.fullmatch(key) and value)
-    others += sorted({*map(str, text.get("layer_types") or ())} - {"full_attention"})
+    kinds = text.get("layer_types") or ()
+    others += sorted({*map(str, kinds if isinstance(kinds, list | tuple) else (kinds,))} - {"full_attention"})
     if text.get("sliding_window") and text.get("use_sliding_window") is not False:
         others.append("sliding_window")
     if others:

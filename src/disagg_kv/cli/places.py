@@ -113,11 +113,14 @@ def place_of(bus: str, sys: Path = SYS) -> tuple[tuple[str, ...], int | None]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What the program prints; empty where there is none."""
+    """What the program prints; empty where there is none, or it does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20)
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return ""  # it hangs where a GPU is lost
     return done.stdout if done.returncode == 0 else ""
 
 

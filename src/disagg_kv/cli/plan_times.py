@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection
+from math import inf
 from pathlib import Path
 
 from attrs import frozen
@@ -61,6 +62,8 @@ def measured(path: Path, transports: Collection[str]) -> Rates:
         lanes = {lane["transport"]: lane["gb_s"] for lane in found["transports"] if lane["gb_s"] is not None}
         copy_gb_s = float(found["copy_gb_s"])
         rates = {str(name): float(gb_s) for name, gb_s in lanes.items()}
+        if not all(0.0 < gb_s < inf for gb_s in (copy_gb_s, *rates.values())):
+            raise ValueError("a rate is not positive and finite")
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = "not what 'disagg-kv doctor --between --json' prints"
         raise ConfigurationError(f"--probe {path}: {what}: {type(error).__name__}: {error}") from error

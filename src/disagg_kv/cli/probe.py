@@ -44,7 +44,7 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class About(Struct, frozen=True):
-    """One side: its host for people, what tells whether both are on one host, its device, and versions."""
+    """One side: its host for people, names that show whether both share a host, its device, and versions."""
 
     host: str
     where: str

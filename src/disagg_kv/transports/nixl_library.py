@@ -16,7 +16,6 @@ from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from attrs import field, frozen
 
 from ..errors import (
@@ -281,6 +280,8 @@ def _is_done(status: str) -> bool:
 def _use(device: Place) -> None:
     """Make a CUDA device current in the calling thread: threads begin with device 0. Nothing for CPU memory."""
     if device[0] == "cuda":
+        import torch
+
         torch.cuda.set_device(device[1])
 
 
