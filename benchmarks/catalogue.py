@@ -244,8 +244,7 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
         "cpu_lanes.json": Entry(
             "What each transport carries",
             cpu_tables.lanes,
-            "256 MiB between two processes, by `disagg-kv doctor --between`. The host was busy: `load_before` of "
-            "the file is its load average, and a copy within a process shows what was left.",
+            "256 MiB between two processes, by `disagg-kv doctor --between`.",
             "python -m benchmarks.lanes --json benchmarks/results/cpu_lanes.json",
         ),
         "cpu_adapter_nixl.json": Entry(
