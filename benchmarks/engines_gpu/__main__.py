@@ -1,11 +1,11 @@
-"""Gaps, first tokens and throughput of prefill -> decode between vLLM instances, all pairs live at once.
+"""Gaps, first tokens and throughput of prefill -> decode between instances of vLLM or SGLang, all pairs live at once.
 
     python -m benchmarks.engines_gpu run --topology 1to1 --block 64 --model MODEL --out DIR
     python -m benchmarks.engines_gpu merge FILES... > benchmarks/results/NAME.json
     python -m benchmarks.engines_gpu table FILES...
     python -m benchmarks.engines_gpu plot FILES... OUT.svg
 
-``run`` needs vLLM, NIXL, GPUs, and the model of ``benchmarks.engines_gpu.model``. It ends by itself within its limit,
+``run`` needs the engine, NIXL, GPUs, and the model of ``benchmarks.engines_gpu.model``. It ends by itself within its limit,
 writes one JSON document, and prints its tables. The exit code is 1 if an instance did not start, a request failed, or
 tokens are not those of vLLM's ``NixlConnector``. ``go.sh`` does all of this on a host without a package index.
 
@@ -27,13 +27,14 @@ from typing import Any
 
 from attrs import frozen
 
+from . import sglang
 from .cases import BLOCKS, CACHE_TOKENS, SOURCE, TOPOLOGIES, engine_args, modes_of, pairs_of, specs
 from .measure import Plan, Run, results
 from .model import Shape
 from .plot import plot
 from .tables import merged, of_run, runs, whole
 
-VERSIONS = ("torch", "triton", "vllm", "nixl")
+VERSIONS = ("torch", "triton", "vllm", "sglang", "nixl", "mooncake-transfer-engine-cuda13")
 
 
 @frozen
@@ -63,32 +64,46 @@ def software(commit: str | None) -> dict[str, Any]:
 def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> int:
     """Run, write the document, print its tables; the exit code."""
     names = given.pairs.split(",") if given.pairs else []
-    pairs = pairs_of(given.topology, names, given.other)
+    if given.engine == "sglang":
+        pairs = sglang.pairs_of(given.topology, names, given.other)
+        started = sglang.specs(
+            pairs, given.topology, given.block, len(gpus.names), given.model, json.loads(given.args or "{}")
+        )
+    else:
+        pairs = pairs_of(given.topology, names, given.other)
+        started = specs(pairs, given.topology, given.block, len(gpus.names), given.model)
     given.out.mkdir(parents=True, exist_ok=True)
     logs = given.logs or given.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         pairs=pairs,
-        specs=specs(pairs, given.topology, given.block, len(gpus.names), given.model),
+        specs=started,
         program=program,
         logs=logs,
         limit_s=given.limit_s,
         reps=given.reps,
         rounds=given.rounds,
+        **(
+            {"oracle": sglang.ORACLE, "alone": f"{sglang.ALONE}, at once", "peers_may_fail": True}
+            if given.engine == "sglang"
+            else {}
+        ),
     )
     header = {
         "command": "python -m benchmarks.engines_gpu run",
         **software(given.commit),
         "gpus": list(gpus.names),
         "driver": gpus.driver,
-        "settings": settings(),
+        "engine": given.engine,
+        "settings": settings(given.engine),
         "topology": given.topology,
         "block": given.block,
         "pairs": [pair.name for pair in pairs],
-        "gpu_of": {one.name: one.env["CUDA_VISIBLE_DEVICES"] for both in plan.specs.values() for one in both},
+        "gpu_of": {one.name: one.env["CUDA_VISIBLE_DEVICES"] for all_of in started.values() for one in all_of},
         "limit_s": given.limit_s,
     }
-    file = given.out / f"engines_{given.topology}_{given.block}.json"
+    name = "sglang" if given.engine == "sglang" else "engines"
+    file = given.out / f"{name}_{given.topology}_{given.block}.json"
     run = Run(plan)
     run.note(f"{given.topology}, blocks of {given.block}: {', '.join(mode.name for mode in modes_of(pairs))}")
     try:
@@ -100,12 +115,12 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
     return 0 if document["ok"] else 1
 
 
-def settings() -> Mapping[str, Any]:
-    """What all runs share: the model, and vLLM's arguments but for block size and tensor parallelism."""
-    given = engine_args(0, 1)
-    for name in ("block_size", "tensor_parallel_size", "kv_cache_memory_bytes"):
-        del given[name]
-    return {"model": Shape().config(), "cache_tokens": CACHE_TOKENS, "args": given}
+def settings(engine: str) -> Mapping[str, Any]:
+    """What all runs share: the model, and the engine's arguments but for block size and tensor parallelism."""
+    given = sglang.engine_args(0, 1) if engine == "sglang" else engine_args(0, 1)
+    own = ("block_size", "tensor_parallel_size", "kv_cache_memory_bytes", "page_size", "tp_size")
+    args = {name: value for name, value in given.items() if name not in own}
+    return {"model": Shape().config(), "cache_tokens": CACHE_TOKENS, "args": args}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,7 +129,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure one topology and block size")
     run.add_argument("--topology", choices=list(TOPOLOGIES), required=True)
-    run.add_argument("--block", type=int, choices=BLOCKS, required=True)
+    run.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    run.add_argument("--block", type=int, choices=sorted({*BLOCKS, *sglang.PAGES}), required=True, help="or page size")
+    run.add_argument("--args", help="JSON: more arguments of SGLang's instances")
     run.add_argument("--out", type=Path, required=True, help="folder of the document")
     run.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "llama"))
     run.add_argument("--limit-s", type=float, default=150.0, help="seconds of the whole run")
@@ -137,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """See the module."""
     given = arguments(argv)
     if given.command == "run":
-        return measure(given, Gpus.here(), (sys.executable, "-m", "benchmarks.engines_gpu.instance"))
+        module = "sglang_instance" if given.engine == "sglang" else "instance"
+        return measure(given, Gpus.here(), (sys.executable, "-m", f"benchmarks.engines_gpu.{module}"))
     documents = [json.loads(file.read_text()) for file in given.files]
     if given.command == "merge":
         print(json.dumps(merged(documents)))

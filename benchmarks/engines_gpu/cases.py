@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 """Of this checkout's library."""
 
-Connector = Literal["ours", "nixl", "push"]
+Connector = Literal["ours", "nixl", "push", "mooncake", "none"]
+Engine = Literal["vllm", "sglang"]
 Order = Literal["after prefill", "at once"]
 
 TOPOLOGIES: Mapping[str, tuple[int, int]] = {"1to1": (1, 1), "2to1": (2, 1), "1to2": (1, 2), "2to2": (2, 2)}
@@ -62,6 +63,7 @@ class Pair:
         options: ``kv_connector_extra_config``.
         env: of both instances.
         source: the library's source tree.
+        engine: of both instances.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Pair:
     options: Mapping[str, object] = {}
     env: Mapping[str, str] = {}
     source: Path = SOURCE
+    engine: Engine = "vllm"
 
 
 @frozen
@@ -197,37 +200,46 @@ def transfer(pair: Pair, role: str) -> dict[str, Any]:
     return {"kv_connector": name, "kv_buffer_device": "cuda", **config}
 
 
-def environment(port: int, gpus: Sequence[int], source: Path) -> dict[str, str]:
-    """What an instance's process gets beside this process's environment."""
-    cache = Path(tempfile.gettempdir())
+def shared_environment(gpus: Sequence[int], source: Path) -> dict[str, str]:
+    """What the processes of either engine get."""
     paths = [str(source), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         "PYTHONPATH": os.pathsep.join(paths),
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "UCX_MODULES": "^efa",
-        # FlashInfer is not installed everywhere, and multicast over NVLink is not allowed everywhere.
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        # Multicast over NVLink is not allowed everywhere.
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
         "DO_NOT_TRACK": "1",
         "OMP_NUM_THREADS": "4",
-        "VLLM_CACHE_ROOT": str(cache / "vllm_cache"),
-        "TRITON_CACHE_DIR": str(cache / "triton_cache"),
+        "TRITON_CACHE_DIR": str(Path(tempfile.gettempdir(), "triton_cache")),
     }
 
 
-def specs(pairs: Sequence[Pair], topology: str, block: int, gpus: int, model: Path) -> dict[str, tuple[Spec, Spec]]:
+def environment(port: int, gpus: Sequence[int], source: Path) -> dict[str, str]:
+    """What an instance's process gets beside this process's environment."""
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_HOST_IP": "127.0.0.1",
+        # FlashInfer is not installed everywhere.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir(), "vllm_cache")),
+        **shared_environment(gpus, source),
+    }
+
+
+def specs(
+    pairs: Sequence[Pair], topology: str, block: int, gpus: int, model: Path
+) -> dict[str, tuple[Spec, ...]]:
     """Prefill and decode of each pair, by the pair's name."""
-    made: dict[str, tuple[Spec, Spec]] = {}
+    made: dict[str, tuple[Spec, ...]] = {}
     for pair in pairs:
         both: list[Spec] = []
         for role, place in zip(("kv_producer", "kv_consumer"), places(topology, gpus), strict=True):

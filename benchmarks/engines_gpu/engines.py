@@ -159,7 +159,7 @@ class Instance:
 
 @define(eq=False)
 class Live:
-    """A pair whose instances run, and the router in front of them."""
+    """A pair of vLLM's instances that run, and the router in front of them."""
 
     pair: Pair
     prefill: Instance
@@ -215,3 +215,31 @@ class Live:
             self.decode.ask({**request, "new": new, "params": {**self._origin, **decode}}),
         )
         return first, second
+
+
+@define(eq=False)
+class Rooms:
+    """Instances of SGLang that run: its router asks both at once, and names a room; or one that transfers nothing."""
+
+    pair: Pair
+    instances: Sequence[Instance]
+    _rooms: itertools.count[int] = Factory(lambda: itertools.count(time.time_ns() // 1000))
+
+    async def ask(self, mode: Mode, seed: int, length: int, new: int) -> Sample:
+        """A request through all instances.
+
+        Raises:
+            RequestError: of either instance.
+        """
+        room = next(self._rooms)
+        request = {"id": f"{self.pair.name} {room}", "seed": seed, "length": length, "new": new, "room": room}
+        arrived = time.monotonic()
+        answers = await asyncio.gather(*(one.ask(request) for one in self.instances))
+        first, second = answers[0], answers[-1]
+        return Sample(
+            prefill=first["t1"] - first["t0"],
+            gap=second["t1"] - first["t1"],
+            ttft=second["t1"] - arrived,
+            itl=(second["t2"] - second["t1"]) / max(1, new - 1),
+            tokens=second["tokens"],
+        )

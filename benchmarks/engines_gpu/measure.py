@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from attrs import Factory, define, field, frozen
 
 from .cases import LENGTHS, LOAD_TOKENS, LOADS, ORACLE, Mode, Pair, Spec
-from .engines import Instance, Live, RequestError, Sample
+from .engines import Instance, Live, RequestError, Rooms, Sample
 
 NEW, LOAD_NEW = 16, 32
 """Tokens of an answer: of a request that is alone, and under load."""
@@ -38,10 +39,14 @@ class Plan:
         rounds: of each load.
         lengths: tokens of prompts that are alone.
         loads: requests of a round, by how many are in flight.
+        oracle: the mode whose tokens all others are compared with.
+        alone: the mode of an instance that transfers nothing. Where there is one, a gap is the time to the first token
+            less the median of this mode.
+        peers_may_fail: a peer whose requests fail is left out, which the results say.
     """
 
     pairs: Sequence[Pair]
-    specs: Mapping[str, tuple[Spec, Spec]]
+    specs: Mapping[str, tuple[Spec, ...]]
     program: Sequence[str]
     logs: Path
     limit_s: float
@@ -49,6 +54,9 @@ class Plan:
     rounds: int
     lengths: Sequence[int] = LENGTHS
     loads: Mapping[int, int] = LOADS
+    oracle: str = ORACLE
+    alone: str | None = None
+    peers_may_fail: bool = False
 
 
 def turns(modes: Sequence[Mode], number: int) -> Iterator[Mode]:
@@ -64,7 +72,7 @@ class Run:
 
     plan: Plan
     began: float = Factory(time.monotonic)
-    live: dict[str, Live] = Factory(dict)
+    live: dict[str, Live | Rooms] = Factory(dict)
     modes: list[Mode] = Factory(list)
     singles: dict[tuple[str, int], list[Sample]] = Factory(dict)
     loads: dict[tuple[str, int], list[tuple[float, list[Sample]]]] = Factory(dict)
@@ -72,6 +80,7 @@ class Run:
     starts: dict[str, float] = Factory(dict)
     red: list[str] = Factory(list)
     retried: list[str] = Factory(list)
+    dropped: list[str] = Factory(list)
     ended: dict[str, float] = Factory(dict)
     _started: list[Instance] = field(init=False, factory=list)
 
@@ -100,9 +109,13 @@ class Run:
             await asyncio.gather(*(one.close() for one in self._started))
             self._done("all")
 
-    def _fail(self, why: str) -> None:
-        self.red.append(why)
-        self.note(f"RED: {why}")
+    def _fail(self, why: str, pair: Pair | None = None) -> None:
+        if pair is not None and pair.connector != "ours" and self.plan.peers_may_fail:
+            self.dropped.append(why)
+            self.note(f"left out: {why}")
+        else:
+            self.red.append(why)
+            self.note(f"RED: {why}")
 
     def _done(self, phase: str) -> None:
         self.ended[phase] = round(self.now, 1)
@@ -116,13 +129,13 @@ class Run:
             waits = [instance.ready(0.7 * self.plan.limit_s) for instance in both]
             for instance, took in zip(both, await asyncio.gather(*waits), strict=True):
                 self.starts[instance.name] = round(took, 1)
-            self.live[one.name] = Live(one, both[0], both[1])
+            self.live[one.name] = Rooms(one, both) if one.engine == "sglang" else Live(one, both[0], both[1])
             self.note(f"{one.name} has started")
 
         outcomes = await asyncio.gather(*map(pair, self.plan.pairs), return_exceptions=True)
         for one, outcome in zip(self.plan.pairs, outcomes, strict=True):
             if isinstance(outcome, RequestError):
-                self._fail(f"{one.name} has not started: {outcome}")
+                self._fail(f"{one.name} has not started: {outcome}", one)
             elif outcome is not None:
                 raise outcome
         self.modes = [Mode(one.name, order) for one in self.plan.pairs if one.name in self.live for order in one.orders]
@@ -141,7 +154,7 @@ class Run:
             self.retried.append(why)
             self.note(f"once more: {why}")
             return await self._ask(mode, seed, length, new)
-        self._fail(why)
+        self._fail(why, self.live[mode.pair].pair)
         self.modes = [other for other in self.modes if other != mode]
         return None
 
@@ -156,7 +169,8 @@ class Run:
                         if sample is None:
                             return
                         if not again:
-                            self.firsts.setdefault(mode.name, []).append(sample.gap)
+                            first = sample.gap if self.plan.alone is None else sample.ttft
+                            self.firsts.setdefault(mode.name, []).append(first)
 
         await asyncio.gather(*(pair([mode for mode in self.modes if mode.pair == name]) for name in self.live))
         began = self.now
@@ -214,7 +228,7 @@ class Run:
 def oracle(run: Run) -> str | None:
     """The mode that all others' tokens are compared with; None: nothing was measured."""
     names = [name for name, _ in run.singles]
-    return ORACLE if ORACLE in names else next(iter(names), None)
+    return run.plan.oracle if run.plan.oracle in names else next(iter(names), None)
 
 
 def same(ones: Sequence[Sample], others: Sequence[Sample]) -> int:
@@ -239,8 +253,11 @@ def results(run: Run) -> dict[str, Any]:
         if equal < compared:
             red.append(f"{mode}, {length:,} tokens: {equal} of {compared} answers have the tokens of {truth}")
         found: dict[str, Any] = {"mode": mode, "tokens": length, "samples": len(samples), "equal": equal}
-        columns = ("prefill", "gap", "ttft", "itl")
-        singles.append({**found, **{f"{name}_ms": _ms([getattr(one, name) for one in samples]) for name in columns}})
+        columns = {name: [getattr(one, name) for one in samples] for name in ("prefill", "gap", "ttft", "itl")}
+        if (alone := run.singles.get((str(run.plan.alone), length))) is not None:
+            least = median(one.ttft for one in alone)
+            columns["gap"] = [one - least for one in columns["ttft"]]
+        singles.append({**found, **{f"{name}_ms": _ms(values) for name, values in columns.items()}})
     for (mode, in_flight), rounds in run.loads.items():
         of_oracle = run.loads.get((str(truth), in_flight), [])
         pairs = list(chain.from_iterable(zip(a[1], b[1], strict=True) for a, b in zip(rounds, of_oracle, strict=False)))
@@ -258,6 +275,7 @@ def results(run: Run) -> dict[str, Any]:
                 "first_equal": firsts,
                 "compared": len(pairs),
                 "gap_ms": [_ms([one.gap for one in samples]) for _, samples in rounds],
+                "ttft_ms": [_ms([one.ttft for one in samples]) for _, samples in rounds],
                 "itl_ms": [_ms([one.itl for one in samples]) for _, samples in rounds],
             }
         )
@@ -265,6 +283,7 @@ def results(run: Run) -> dict[str, Any]:
         "ok": not red,
         "red": red,
         "retried": run.retried,
+        "dropped": run.dropped,
         "oracle": truth,
         "ended_s": run.ended,
         "starts_s": run.starts,

@@ -67,20 +67,20 @@ def download(requirement: str, into: Path) -> Path:
     return wheel
 
 
-def unpack(wheel: Path, into: Path) -> None:
-    """All files but ``DROPPED``."""
+def unpack(wheel: Path, into: Path, dropped: re.Pattern[str] = DROPPED) -> None:
+    """All files but ``dropped``."""
     with zipfile.ZipFile(wheel) as whole:
-        whole.extractall(into, [name for name in whole.namelist() if not DROPPED.search(name)])
+        whole.extractall(into, [name for name in whole.namelist() if not dropped.search(name)])
 
 
-def loaded(root: Path) -> set[Path]:
-    """Of NIXL's files those that are loaded, and what they need."""
+def loaded(root: Path, roots: re.Pattern[str] = NIXL_ROOTS) -> set[Path]:
+    """Of a package's files those that are loaded by name, and what they need."""
     by_name: dict[str, list[Path]] = defaultdict(list)
     for path in root.rglob("*"):
         if path.is_file():
             by_name[path.name].append(path)
     todo = [
-        path for paths in by_name.values() for path in paths if NIXL_ROOTS.search(path.relative_to(root).as_posix())
+        path for paths in by_name.values() for path in paths if roots.search(path.relative_to(root).as_posix())
     ]
     seen: set[Path] = set()
     while todo:
@@ -92,33 +92,43 @@ def loaded(root: Path) -> set[Path]:
     return seen
 
 
+def unpack_loaded(requirement: str, roots: re.Pattern[str], into: Path, scratch: Path) -> None:
+    """Of a package only what is loaded."""
+    with zipfile.ZipFile(download(requirement, scratch / "wheel")) as whole:
+        whole.extractall(scratch / "files")
+    for path in loaded(scratch / "files", roots):
+        target = into / path.relative_to(scratch / "files")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+
+
+def write(root: Path, out: Path) -> None:
+    """Blank the code of other GPUs, and write the archive."""
+    for path in root.rglob("*.so"):
+        library = bytearray(path.read_bytes())
+        if blanked := slim(library, ARCH):
+            path.write_bytes(library)
+            print(f"{path.relative_to(root)}: {blanked / 1e6:.0f} of {len(library) / 1e6:.0f} MB are blank")
+    shutil.rmtree(root / "bin", ignore_errors=True)
+    with (
+        out.open("wb") as file,
+        subprocess.Popen(["tar", "c", "-C", str(root), "."], stdout=subprocess.PIPE) as tar,
+    ):
+        subprocess.run(["xz", "-T2", "-9e"], stdin=tar.stdout, stdout=file, check=True)
+    if tar.returncode:
+        raise SystemExit(f"tar ended with {tar.returncode}")
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+
+
 def pack(out: Path, wheels: Path | None) -> None:
     """Write the archive."""
     with tempfile.TemporaryDirectory() as folder:
-        root, nixl = Path(folder, "site"), Path(folder, "nixl")
+        root = Path(folder, "site")
         for number, requirement in enumerate((VLLM, *WHOLE)):
             there = list(wheels.glob("vllm-*.whl")) if wheels and requirement == VLLM else []
             unpack(there[0] if there else download(requirement, Path(folder, str(number))), root)
-        with zipfile.ZipFile(download(NIXL, Path(folder, "of nixl"))) as whole:
-            whole.extractall(nixl)
-        for path in loaded(nixl):
-            target = root / path.relative_to(nixl)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, target)
-        for path in root.rglob("*.so"):
-            library = bytearray(path.read_bytes())
-            if blanked := slim(library, ARCH):
-                path.write_bytes(library)
-                print(f"{path.relative_to(root)}: {blanked / 1e6:.0f} of {len(library) / 1e6:.0f} MB are blank")
-        shutil.rmtree(root / "bin", ignore_errors=True)
-        with (
-            out.open("wb") as file,
-            subprocess.Popen(["tar", "c", "-C", str(root), "."], stdout=subprocess.PIPE) as tar,
-        ):
-            subprocess.run(["xz", "-T2", "-9e"], stdin=tar.stdout, stdout=file, check=True)
-        if tar.returncode:
-            raise SystemExit(f"tar ended with {tar.returncode}")
-    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+        unpack_loaded(NIXL, NIXL_ROOTS, root, Path(folder, "nixl"))
+        write(root, out)
 
 
 def main() -> None:
