@@ -75,7 +75,8 @@ def engine_args(page: int, tp: int) -> dict[str, Any]:
         "cuda_graph_bs_decode": [1, 2, 4, 8, 16],
         "disable_prefill_cuda_graph": True,
         "max_total_tokens": CACHE_TOKENS // 64 * 64,
-        "mem_fraction_static": 0.6,
+        # Of what is free when an instance starts; others of the same GPU start beside it.
+        "mem_fraction_static": 0.95,
         "context_length": 20_000,
         "max_running_requests": 16,
         "chunked_prefill_size": 8192,
@@ -94,6 +95,7 @@ def environment(gpus: Sequence[int], source: Path) -> dict[str, str]:
         "HOST_IP": "127.0.0.1",
         # The archive of pack_sglang.py has a kernel package for the PyTorch of the host.
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
         **shared_environment(gpus, source),
     }
