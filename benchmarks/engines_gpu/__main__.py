@@ -5,9 +5,10 @@
     python -m benchmarks.engines_gpu table FILES...
     python -m benchmarks.engines_gpu plot FILES... OUT.svg
 
-``run`` needs the engine, NIXL, GPUs, and the model of ``benchmarks.engines_gpu.model``. It ends by itself within its limit,
-writes one JSON document, and prints its tables. The exit code is 1 if an instance did not start, a request failed, or
-tokens are not those of vLLM's ``NixlConnector``. ``go.sh`` does all of this on a host without a package index.
+``run`` needs the engine, NIXL, GPUs, and the model of ``benchmarks.engines_gpu.model``. It ends by itself within its
+limit, writes one JSON document, and prints its tables. The exit code is 1 if an instance did not start, a request
+failed, or tokens are not those of the engine's own NIXL connector; SGLang's other backends may fail, and are left out.
+``go.sh`` does all of this on a host without a package index.
 
 The gap is the time from prefill's answer to decode's first token. TTFT counts from the request's arrival at the router.
 """
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from . import sglang
 from .cases import BLOCKS, CACHE_TOKENS, SOURCE, TOPOLOGIES, engine_args, modes_of, pairs_of, specs
@@ -83,12 +84,9 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
         limit_s=given.limit_s,
         reps=given.reps,
         rounds=given.rounds,
-        **(
-            {"oracle": sglang.ORACLE, "alone": f"{sglang.ALONE}, at once", "peers_may_fail": True}
-            if given.engine == "sglang"
-            else {}
-        ),
     )
+    if given.engine == "sglang":
+        plan = evolve(plan, oracle=sglang.ORACLE, alone=f"{sglang.ALONE}, at once", peers_may_fail=True)
     header = {
         "command": "python -m benchmarks.engines_gpu run",
         **software(given.commit),

@@ -68,7 +68,7 @@ class Pair:
 
     name: str
     connector: Connector
-    orders: tuple[Order, ...] = ("after prefill", "at once")
+    orders: Sequence[Order] = ("after prefill", "at once")
     options: Mapping[str, object] = {}
     env: Mapping[str, str] = {}
     source: Path = SOURCE
@@ -235,9 +235,7 @@ def environment(port: int, gpus: Sequence[int], source: Path) -> dict[str, str]:
     }
 
 
-def specs(
-    pairs: Sequence[Pair], topology: str, block: int, gpus: int, model: Path
-) -> dict[str, tuple[Spec, ...]]:
+def specs(pairs: Sequence[Pair], topology: str, block: int, gpus: int, model: Path) -> dict[str, tuple[Spec, ...]]:
     """Prefill and decode of each pair, by the pair's name."""
     made: dict[str, tuple[Spec, ...]] = {}
     for pair in pairs:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engines_gpu.pack_sglang OUT.tar.xz
 
-As ``pack_vllm``. SGLang 0.5.23 names ``sglang-kernel`` 0.4.10, which needs torch 2.14; 0.4.5 was built for torch 2.11 and
-has all that SGLang imports for a Llama. Of it only the part for compute capability 9.0 is packed, without FlashAttention:
-the attention backend is ``triton``. The host needs ``SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1``.
+As ``pack_vllm``. SGLang 0.5.23 names ``sglang-kernel`` 0.4.10, which needs torch 2.14; 0.4.5 was built for torch 2.11
+and has all that SGLang imports for a Llama. Of it only the part for compute capability 9.0 is packed, without
+FlashAttention: the attention backend is ``triton``. The host needs ``SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1``.
 """
 
 from __future__ import annotations

@@ -79,9 +79,7 @@ def loaded(root: Path, roots: re.Pattern[str] = NIXL_ROOTS) -> set[Path]:
     for path in root.rglob("*"):
         if path.is_file():
             by_name[path.name].append(path)
-    todo = [
-        path for paths in by_name.values() for path in paths if roots.search(path.relative_to(root).as_posix())
-    ]
+    todo = [path for paths in by_name.values() for path in paths if roots.search(path.relative_to(root).as_posix())]
     seen: set[Path] = set()
     while todo:
         path = todo.pop()

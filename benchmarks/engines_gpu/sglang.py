@@ -17,7 +17,7 @@ from typing import Any
 
 from attrs import evolve
 
-from .cases import CACHE_TOKENS, SOURCE, Pair, Spec, places, shared_environment
+from .cases import CACHE_TOKENS, SOURCE, Order, Pair, Spec, places, shared_environment
 
 PAGES = (1, 16, 64)
 FIRST_PORT = 21_000
@@ -26,7 +26,7 @@ STEP = 1_500
 
 _STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
 _MOONCAKE = {"MC_INTRANODE_NVLINK": "1", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"}
-_ORDER = ("at once",)
+_ORDER: Sequence[Order] = ("at once",)
 
 ALONE = "one server"
 PAIRS: Mapping[str, Pair] = {

@@ -1,7 +1,7 @@
 """One SGLang instance, which reads requests as lines of JSON and writes answers: ``python -m ... CONFIG``.
 
-``CONFIG`` is ``{"model", "args", "bootstrap_port"}``, and a request ``{"id", "seed", "length", "new", "room"}``; the rest is
-that of ``instance.py``.
+``CONFIG`` is ``{"model", "args", "bootstrap_port"}``, and a request ``{"id", "seed", "length", "new", "room"}``; the
+rest is that of ``instance.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Server:
         where = {} if self._port is None else {
             "bootstrap_host": "127.0.0.1", "bootstrap_port": self._port, "bootstrap_room": asked["room"]}  # fmt: skip
         sampling = {"temperature": 0, "max_new_tokens": asked["new"], "ignore_eos": True}
-        t0, t1, tokens = time.monotonic(), None, []
+        t0, t1 = time.monotonic(), None
+        tokens: list[int] = []
         try:
             chunks = await self._engine.async_generate(
                 input_ids=prompt(asked["seed"], asked["length"]), sampling_params=sampling, stream=True, **where

@@ -109,7 +109,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a room ends before it is known what carried its rows",
            RECEIVE + "_check_placed", " and self._transports_known", ""),
     Mutant("a rank that decides for itself says success when its engine opens a room",
-           "core.verdict.alone:Alone.vote", "[] if ok is None else [Outcome(key, Decided(ok, reason))]",
+           "core.verdict.base:Verdict.vote", "[] if ok is None else [Outcome(key, Decided(ok, reason))]",
            "[Outcome(key, Decided(ok is not False, reason))]"),
     Mutant("the page after a run is one too early",
            TABLES + "_unfolded", "np.concatenate(([0], ends[:-1] - 1))", "np.concatenate(([0], ends[:-1]))"),

@@ -1,4 +1,4 @@
-"""A program that speaks the lines of ``benchmarks/engines_gpu/instance.py`` and computes nothing.
+"""A program that speaks the lines of ``benchmarks/engines_gpu/instance.py`` or ``sglang_instance.py``, without an engine.
 
 Tokens depend on the seed alone, as those of any right engine do. The variable ``FAKE_ENGINE`` names what an instance
 does instead, as ``push-decode=wrong``: ``wrong`` tokens, an ``error`` for each request or ``once``, no answer
@@ -56,20 +56,41 @@ def answer(config: dict[str, Any], request: dict[str, Any], fault: str) -> dict[
     return {"id": request["id"], "tokens": tokens, "params": None if decode else params(connector, request), **times}
 
 
+def answer_of_sglang(config: dict[str, Any], request: dict[str, Any], fault: str) -> dict[str, Any]:
+    """To one request of a router that names a room."""
+    args, t0 = config["args"], time.monotonic()
+    mode = args.get("disaggregation_mode", "null")
+    where = {"disaggregation_transfer_backend", "disaggregation_bootstrap_port"}
+    if fault == "error" or (mode != "null" and not where <= args.keys()) or request["room"] < 1 << 40:
+        return {"id": request["id"], "error": "as asked for, or arguments are missing, or the room may not be new"}
+    tokens = np.random.default_rng(request["seed"] + (fault == "wrong")).integers(1000, size=request["new"]).tolist()
+    first = time.monotonic() + LATER_S * {"null": 1, "prefill": 0, "decode": 2}[mode]
+    return {"id": request["id"], "tokens": tokens, "t0": t0, "t1": first, "t2": first + 1e-3}
+
+
+def name_of(config: dict[str, Any]) -> str:
+    """Of an instance, as in ``FAKE_ENGINE``; of SGLang's ``backend-mode``."""
+    if "kv" in config:
+        return str(config["kv"]["engine_id"])
+    args = config["args"]
+    return f"{args.get('disaggregation_transfer_backend')}-{args.get('disaggregation_mode')}"
+
+
 def main() -> None:
     """Serve until the input ends."""
     config = json.loads(sys.argv[1])
+    answered = answer if "kv" in config else answer_of_sglang
     faults = dict(one.split("=") for one in os.environ.get("FAKE_ENGINE", "").split(",") if one)
-    fault = faults.get(config["kv"]["engine_id"], "")
+    fault = faults.get(name_of(config), "")
     if fault == "end":
         sys.exit("RuntimeError: no such GPU")
     print(json.dumps({"id": "ready", "start_s": 0.1}), flush=True)
     for line in sys.stdin:
         if fault == "once":
-            print(json.dumps(answer(config, json.loads(line), "error")), flush=True)
+            print(json.dumps(answered(config, json.loads(line), "error")), flush=True)
             fault = ""
         elif fault != "silent":
-            print(json.dumps(answer(config, json.loads(line), fault)), flush=True)
+            print(json.dumps(answered(config, json.loads(line), fault)), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import distributions, version
 
 import msgspec
@@ -152,7 +152,8 @@ def between(device: str) -> Iterator[Probe]:
             try:
                 with to_peer(program[3], device, None, STARTS_S, lambda: process.poll() is None) as probe:
                     yield probe
-                process.wait(STARTS_S)
+                with suppress(subprocess.TimeoutExpired):  # a side that hangs is killed
+                    process.wait(STARTS_S)
             finally:
                 process.kill()
 

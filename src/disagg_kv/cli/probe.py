@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 
 import msgspec
 import torch
@@ -37,8 +38,11 @@ TIMES, ENOUGH_S = 5, 1.0
 """The most measured writes of a transport, and the seconds after which no further one begins. One before them makes
 connections and touches pages."""
 
-ANSWER_S, WRITE_S, SILENCE_S = 30.0, 30.0, 60.0
-"""The longest wait for an answer or a connection, for a write, and of the listening side for a frame."""
+ANSWER_S, WRITE_S = 30.0, 30.0
+"""The longest wait for an answer or a connection, and for a write."""
+
+SILENCE_S = 2 * ANSWER_S + 2 * WRITE_S + ENOUGH_S
+"""The longest wait of the listening side for a frame: a connection, the first write, and a last one that is slow."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -61,12 +65,14 @@ class Hello(Struct, frozen=True, tag=True):
 class Ask(Struct, frozen=True, tag=True):
     """Make memory of these transports."""
 
+    number: int
     transport: str
 
 
 class Check(Struct, frozen=True, tag=True):
     """Compare the memory with the pattern of a seed."""
 
+    number: int
     seed: int
 
 
@@ -77,6 +83,7 @@ class Bye(Struct, frozen=True, tag=True):
 class Answer(Struct, frozen=True, tag=True):
     """To ``Hello``: who answers. To ``Ask``: where the memory is, or why there is none. To ``Check``: wrong words."""
 
+    number: int = 0
     about: About | None = None
     offers: bytes = b""
     region: int = 0
@@ -124,6 +131,7 @@ class Link:
         self.channel = channel
         self.to = to
         self._frames: deque[bytes] = deque()
+        self._numbers = count(1)
 
     def send(self, frame: Frame) -> None:
         """Hand a frame over."""
@@ -153,19 +161,26 @@ class Link:
             raise RemoteProtocolError(f"probe: no frame of this version: {error}") from error
         return frame
 
-    def answer(self) -> Answer:
-        """The next answer; a second one to ``Hello`` is passed over.
+    def ask(self, frame: Callable[[int], Ask | Check]) -> Callable[[], Answer]:
+        """Hand over a question, given its number; what waits for its answer passes over those to others.
 
-        Raises:
+        Raises of the latter:
             PeerLostError: there is none in time.
             RemoteProtocolError: something else came.
         """
-        while (frame := self.next(time.monotonic() + ANSWER_S)) is not None:
-            if not isinstance(frame, Answer):
-                raise RemoteProtocolError(f"probe: unexpected {type(frame).__name__}")
-            if frame.about is None:
-                return frame
-        raise PeerLostError(f"probe: the other side did not answer within {ANSWER_S:g} s")
+        number = next(self._numbers)
+        self.send(frame(number))
+
+        def answer() -> Answer:
+            until = time.monotonic() + ANSWER_S
+            while (found := self.next(until)) is not None:
+                if not isinstance(found, Answer):
+                    raise RemoteProtocolError(f"probe: unexpected {type(found).__name__}")
+                if found.number == number:
+                    return found
+            raise PeerLostError(f"probe: the other side did not answer within {ANSWER_S:g} s")
+
+        return answer
 
     def greet(self, patience_s: float, alive: Callable[[], bool]) -> About:
         """Introduce this side while the other one lives; what it says of itself.
@@ -244,13 +259,13 @@ def finished(memory: torch.Tensor) -> None:
 
 def measure(link: Link, name: str, device: str, host: str) -> Lane:
     """What the transports of a name do: the first of them that reaches the other side."""
-    link.send(Ask(name))
+    answer = link.ask(lambda number: Ask(number, name))
     end: End | None = None
     try:
         try:
             end = End(name, device, host)
         finally:
-            ready = link.answer()
+            ready = answer()
         if ready.refused:
             return Lane(name, error=f"at the other side: {ready.refused}")
         return _written(link, end, ready)
@@ -270,8 +285,7 @@ def _written(link: Link, end: End, ready: Answer) -> Lane:
     seconds = list[float]()
     while len(seconds) < TIMES and sum(seconds) < ENOUGH_S:
         seconds.append(end.write(carrier, region))
-    link.send(Check(1))
-    wrong = link.answer().wrong
+    wrong = link.ask(lambda number: Check(number, 1))().wrong
     if wrong:
         raise IntegrityError(f"probe: {carrier.name}: {wrong} of {NBYTES // 8} words are wrong")
     return Lane(carrier.name, carrier.reason, tuple(seconds))
@@ -294,18 +308,18 @@ def serve(channel: Channel, here: About, device: str, host: str, first_s: float 
             match frame:
                 case Hello():
                     link.to = frame.answer_to
-                    link.send(Answer(here))
+                    link.send(Answer(about=here))
                 case Ask():
                     if end is not None:
                         end.side.close(1.0)
                         end = None
                     try:
                         end = End(frame.transport, device, host)
-                        link.send(Answer(offers=end.side.offers(), region=end.region))
+                        link.send(Answer(frame.number, offers=end.side.offers(), region=end.region))
                     except DisaggKVError as error:
-                        link.send(Answer(refused=text_of(error)))
+                        link.send(Answer(frame.number, refused=text_of(error)))
                 case Check() if end is not None:
-                    link.send(Answer(wrong=end.wrong(frame.seed)))
+                    link.send(Answer(frame.number, wrong=end.wrong(frame.seed)))
                 case Bye():
                     return
                 case None:

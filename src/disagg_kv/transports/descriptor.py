@@ -64,6 +64,9 @@ class Descriptor:
 MAX_BYTES = 8 << 20
 """Bytes of a descriptor before compression: regions of a pool are much alike, and few bytes may unfold to many."""
 
+MOST_REGIONS, MOST_BYTES = 4096, 1 << 45
+"""What a peer's regions may be, in number and together: a transport maps or opens them when it connects."""
+
 _DECODER = msgspec.msgpack.Decoder(Descriptor)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -129,6 +132,12 @@ def decode(data: bytes, transport: str) -> Descriptor:
         raise RemoteProtocolError(f"descriptor of transport {found.transport!r} given to transport {transport!r}")
     if len(found.incarnation) != 16:
         raise RemoteProtocolError(f"transport descriptor with an incarnation of {len(found.incarnation)} bytes, not 16")
+    nbytes = sum(region.nbytes for region in found.regions)
+    if len(found.regions) > MOST_REGIONS or nbytes > MOST_BYTES:
+        raise RemoteProtocolError(
+            f"transport descriptor of {len(found.regions)} regions with {nbytes} bytes; "
+            f"at most {MOST_REGIONS} with {MOST_BYTES} are taken"
+        )
     for region in found.regions:
         if not 0 <= region.id < 1 << 31 or not 0 < region.nbytes < 1 << 62 or not 0 <= region.base < 1 << 63:
             raise RemoteProtocolError(f"transport descriptor with an impossible region: {region}")

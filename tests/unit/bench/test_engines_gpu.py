@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engines_gpu import __main__ as cli
-from benchmarks.engines_gpu import engines, measure
+from benchmarks.engines_gpu import engines, measure, sglang
 from benchmarks.engines_gpu.cases import (
     BLOCKS,
     CACHE_TOKENS,
@@ -323,3 +323,62 @@ def test_the_names_of_the_weights_are_those_of_a_llama(tmp_path: Path) -> None:
     assert {name: list(one.shape) for name, one in model.state_dict().items()} == {
         n: list(s) for n, s in shapes.items()
     }
+
+
+def run_of_sglang(out: Path, topology: str = "2to1") -> tuple[int, dict[str, Any]]:
+    """The exit code and the document of a run with engines that compute nothing."""
+    given = arguments(out, "--engine", "sglang", "--topology", topology, "--block", "16")
+    code = cli.measure(given, TWO, FAKE)
+    document: dict[str, Any] = json.loads((out / f"sglang_{topology}_16.json").read_text())
+    return code, document
+
+
+def test_sglangs_staging_buffer_is_a_peer_where_sizes_differ(tmp_path: Path) -> None:
+    names = ["ours", "nixl", "nixl-staging", "mooncake", "mooncake-staging", "one server"]
+    assert [pair.name for pair in sglang.pairs_of("1to2")] == names
+    assert [pair.name for pair in sglang.pairs_of("1to1")] == ["ours", "nixl", "mooncake", "one server"]
+    (other,) = sglang.pairs_of("1to1", ["other"], tmp_path)
+    assert other.source == tmp_path
+    with pytest.raises(ValueError, match="1to1 has no pairs nixl-staging"):
+        sglang.pairs_of("1to1", ["nixl-staging"])
+    with pytest.raises(ValueError, match="go together"):
+        sglang.pairs_of("1to1", ["other"])
+
+
+def test_instances_of_sglang_share_no_port_and_both_of_a_pair_know_the_bootstrap_server() -> None:
+    made = sglang.specs(sglang.pairs_of("2to1"), "2to1", 16, 2, Path("model"), {"dtype": "float32"})
+    ports = [spec.config["args"]["port"] for specs_of in made.values() for spec in specs_of]
+    assert len(set(ports)) == len(ports) == 11
+    for name, specs_of in made.items():
+        assert {spec.config["args"]["dtype"] for spec in specs_of} == {"float32"}
+        modes = [spec.config["args"].get("disaggregation_mode") for spec in specs_of]
+        assert modes == ([None] if name == sglang.ALONE else ["prefill", "decode"])
+        assert len({spec.config["bootstrap_port"] for spec in specs_of}) == 1
+        staged = {"SGLANG_DISAGG_STAGING_BUFFER" in spec.env for spec in specs_of}
+        assert staged == {name.endswith("staging")}
+
+
+def test_a_gap_of_sglang_is_what_the_first_token_takes_longer_than_on_one_server(tmp_path: Path) -> None:
+    code, document = run_of_sglang(tmp_path)
+    assert code == 0, document["red"]
+    assert document["oracle"] == "nixl, at once"
+    assert not document["dropped"]
+    for one in document["singles"]:
+        late = 0 if one["mode"] == "one server, at once" else fake_engine.LATER_S * 1e3
+        assert one["equal"] == one["samples"] == 3
+        assert one["gap_ms"] == pytest.approx([late] * 3, abs=2e3)
+
+
+@pytest.mark.parametrize("fault", ["error", "end"])
+def test_a_backend_of_sglang_that_fails_is_left_out_and_ours_makes_the_run_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", f"mooncake-decode={fault}")
+    code, document = run_of_sglang(tmp_path, "1to1")
+    assert code == 0
+    assert "mooncake" in document["dropped"][0]
+    assert "mooncake, at once" not in {one["mode"] for one in document["singles"]}
+    monkeypatch.setenv("FAKE_ENGINE", f"disagg_kv-decode={fault}")
+    code, document = run_of_sglang(tmp_path, "1to1")
+    assert code == 1
+    assert "ours" in document["red"][0]

@@ -188,11 +188,11 @@ def test_a_side_that_is_silent_ends_the_other(tmp_path: Path, monkeypatch: pytes
         greet(link)
         until(raised)
         with pytest.raises(PeerLostError, match=r"did not answer within 0\.1 s"):
-            link.answer()
+            link.ask(lambda number: Ask(number, "shm"))()
     assert "silent" in str(raised[0])
 
 
-@pytest.mark.parametrize(("frame", "says"), [(Check(1), "unexpected Check"), (Answer(), "unexpected Answer")])
+@pytest.mark.parametrize(("frame", "says"), [(Check(1, 1), "unexpected Check"), (Answer(), "unexpected Answer")])
 def test_a_frame_out_of_turn_ends_the_listener(tmp_path: Path, frame: Check | Answer, says: str) -> None:
     with listener(tmp_path) as (link, raised):
         greet(link)
@@ -228,21 +228,35 @@ def test_a_denial_and_junk_are_errors_that_say_what_to_do(tmp_path: Path) -> Non
     assert "no frame of this version" in str(raised[0])
 
 
-def test_an_answer_of_another_kind_is_refused_and_a_late_greeting_passed_over(tmp_path: Path) -> None:
+def test_answers_to_other_questions_are_passed_over_and_another_frame_is_refused(tmp_path: Path) -> None:
+    """Such as a second answer to the greeting, and one to a question that was given up."""
     here, there = UnixChannel(f"unix://{tmp_path}/a"), UnixChannel(f"unix://{tmp_path}/b")
     link, other = Link(here, there.address), Link(there, here.address)
-    other.send(Answer(about("cpu")))
-    other.send(Answer(region=7))
+    link.ask(lambda number: Ask(number, "shm"))
+    second = link.ask(lambda number: Ask(number, "nixl"))
+    other.send(Answer(about=about("cpu")))
+    for _ in range(2):
+        asked = other.next(time.monotonic() + 5)
+        assert isinstance(asked, Ask)
+        other.send(Answer(asked.number, region=asked.number))
     other.next(time.monotonic() + 0.2)
-    assert link.answer().region == 7
-    other.send(Ask("shm"))
+    assert second().region == 2
+    third = link.ask(lambda number: Check(number, 1))
+    other.send(Ask(1, "shm"))
     other.next(time.monotonic() + 0.2)
     with pytest.raises(RemoteProtocolError, match="unexpected Ask"):
-        link.answer()
+        third()
     here.close()
     there.close()
 
 
 def test_frames_are_what_they_were() -> None:
-    for frame in (Hello("a"), Answer(about("cpu")), Ask("shm"), Answer(None, b"x", 1, "no", 2), Check(1), Bye()):
+    for frame in (
+        Hello("a"),
+        Answer(1, about("cpu")),
+        Ask(1, "shm"),
+        Answer(1, None, b"x", 1, "no", 2),
+        Check(1, 2),
+        Bye(),
+    ):
         assert probe._DECODER.decode(msgspec.msgpack.encode(frame)) == frame

@@ -13,7 +13,7 @@ from disagg_kv.ids import Peer, RegionId
 from disagg_kv.transports import Descriptor, Region, cuda_memory, decode, encode
 from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_memory import Owner
-from disagg_kv.transports.descriptor import _MAGIC, MAX_BYTES, VERSION
+from disagg_kv.transports.descriptor import _MAGIC, MAX_BYTES, MOST_BYTES, MOST_REGIONS, VERSION
 from disagg_kv.transports.memfd import FlagPlace, Place
 from disagg_kv.transports.mooncake_flight import Address
 from disagg_kv.transports.nixl import _Contact
@@ -21,6 +21,7 @@ from disagg_kv.transports.process import Process
 
 ME = Peer(bytes(range(16)))
 HEAD = _MAGIC + bytes([VERSION])
+TOO_MANY = tuple(Region(RegionId(number), 1) for number in range(MOST_REGIONS + 1))
 
 
 def test_what_travels_has_one_shape_per_version() -> None:
@@ -67,6 +68,8 @@ def test_a_descriptor_survives_the_wire() -> None:
         (encode(Descriptor("x", ME, 0, (Region(RegionId(1), 0),))), "impossible region"),
         (encode(Descriptor("x", ME, 0, (Region(RegionId(1), 5, "cpu", -1),))), "impossible region"),
         (encode(Descriptor("x", ME, 0, (Region(RegionId(1), 5), Region(RegionId(1), 6)))), "names a region twice"),
+        (encode(Descriptor("x", ME, 0, TOO_MANY)), "4097 regions with 4097 bytes"),
+        (encode(Descriptor("x", ME, 0, (Region(RegionId(0), MOST_BYTES), Region(RegionId(1), 1)))), "2 regions with"),
     ],
 )
 def test_what_is_no_descriptor_is_refused_with_the_reason(bad: bytes, says: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...ids import Epoch, Rank
-from ..base import Decided, Options, RoomKey
-from .base import Outcome, Verdict
+from ..base import Options
+from .base import Verdict
 
 
 class Alone(Verdict):
@@ -19,7 +19,3 @@ class Alone(Verdict):
 
     def __init__(self, rank: Rank, world: int, epoch: Epoch, options: Options, instance: str) -> None:
         """The arguments are not used."""
-
-    def vote(self, key: RoomKey, ok: bool | None, reason: str, now: float) -> list[Outcome]:
-        """The outcome of this rank decides."""
-        return [] if ok is None else [Outcome(key, Decided(ok, reason))]

@@ -44,12 +44,12 @@ class Verdict:
         """A rank of the instance is lost."""
         return ()
 
-    def vote(self, key: RoomKey, ok: bool | None, reason: str, now: float) -> Sequence[Send | Outcome]:
+    def vote(self, key: RoomKey, ok: bool | None, reason: str, now: float) -> list[Send | Outcome]:
         """This rank's own outcome: None when the room opens, then one or two votes.
 
         A success may be withdrawn, a failure not.
         """
-        raise NotImplementedError
+        return [] if ok is None else [Outcome(key, Decided(ok, reason))]
 
     def on_frame(self, frame: Vote | Decision, now: float) -> Sequence[Send | Outcome]:
         """What another rank of the instance has voted or decided."""
