@@ -52,7 +52,7 @@ def whole(found: Found) -> str:
 
 def of_run(run: Found) -> str:
     """Requests that are alone, requests in flight together, and ours over the peers'."""
-    said = f"{_name(run)} tokens: {max(_samples(run), default=0)} repetitions"
+    said = f"{name_of(run)} tokens: {max(_samples(run), default=0)} repetitions"
     said += f", {max((len(one['requests_per_s']) for one in run['loads']), default=0)} rounds of each load."
     said += f" First contact failed once: {'; '.join(run['retried'])}." if run["retried"] else ""
     said += "" if run["ok"] else f" **Red:** {'; '.join(run['red'])}."
@@ -69,11 +69,13 @@ def _samples(run: Found) -> Iterator[int]:
     return (one["samples"] for one in run["singles"])
 
 
-def _lengths(run: Found) -> list[int]:
+def lengths_of(run: Found) -> list[int]:
+    """Tokens of the prompts that were alone."""
     return sorted({one["tokens"] for one in run["singles"]})
 
 
-def _in_flight(run: Found) -> list[int]:
+def loads_of(run: Found) -> list[int]:
+    """How many requests were in flight."""
     return sorted({one["in_flight"] for one in run["loads"]})
 
 
@@ -93,7 +95,7 @@ def load(run: Found, mode: str, in_flight: int) -> Found | None:
 
 
 def _alone(run: Found) -> Iterator[list[str]]:
-    lengths = _lengths(run)
+    lengths = lengths_of(run)
     names = ("gap", "TTFT")
     heads = [f"{name}, {length:,}" for name in names for length in lengths]
     yield ["one request: ms, p50 / p90", *heads, "between tokens", "same tokens"]
@@ -107,20 +109,20 @@ def _alone(run: Found) -> Iterator[list[str]]:
 
 
 def _loaded(run: Found) -> Iterator[list[str]]:
-    in_flight = _in_flight(run)
+    in_flight = loads_of(run)
     heads = [f"{name}, {number}" for number in in_flight for name in ("requests/s", "gap", "between tokens")]
     yield ["in flight: ms, p50 / p90", *heads]
     for mode in modes(run):
         cells = []
         for number in in_flight:
             one = load(run, mode, number)
-            cells.append("" if one is None else f"{_mean(one['requests_per_s']):.1f}")
+            cells.append("" if one is None else f"{mean(one['requests_per_s']):.1f}")
             cells += [_p50_p90(_flat(one[f"{name}_ms"]) if one else []) for name in ("gap", "itl")]
         yield [mode, *cells]
 
 
 def _ratios(run: Found) -> Iterator[list[str]]:
-    lengths, in_flight = _lengths(run), _in_flight(run)
+    lengths, in_flight = lengths_of(run), loads_of(run)
     heads = [f"gap, {length:,}" for length in lengths] + [f"requests/s, {number} in flight" for number in in_flight]
     yield ["ratio, 95% interval", *heads]
     there = modes(run)
@@ -128,8 +130,8 @@ def _ratios(run: Found) -> Iterator[list[str]]:
         for peer in peers:
             if mode in there and peer in there:
                 gaps = (gap_ratio(run, mode, peer, length) for length in lengths)
-                speeds = (_rounds(_speeds(run, mode, peer, number)) for number in in_flight)
-                yield [f"{mode} / {peer}", *("" if one is None else str(one) for one in gaps), *speeds]
+                rates = (_rounds(speeds(run, mode, peer, number)) for number in in_flight)
+                yield [f"{mode} / {peer}", *("" if one is None else str(one) for one in gaps), *rates]
 
 
 def gap_ratio(run: Found, mode: str, peer: str, length: int) -> Ratio | None:
@@ -138,7 +140,7 @@ def gap_ratio(run: Found, mode: str, peer: str, length: int) -> Ratio | None:
     return ratio(ours["gap_ms"], theirs["gap_ms"]) if ours and theirs else None
 
 
-def _speeds(run: Found, mode: str, peer: str, in_flight: int) -> Sequence[float]:
+def speeds(run: Found, mode: str, peer: str, in_flight: int) -> Sequence[float]:
     """Requests per second over a peer's, of each round of both."""
     ours, theirs = load(run, mode, in_flight), load(run, peer, in_flight)
     if not ours or not theirs:
@@ -148,17 +150,17 @@ def _speeds(run: Found, mode: str, peer: str, in_flight: int) -> Sequence[float]
 
 def _rounds(ratios: Sequence[float]) -> str:
     """Of few rounds all, not an interval."""
-    return f"{_mean(ratios):.2f} (rounds {min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    return f"{mean(ratios):.2f} (rounds {min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def headline(found: Found) -> str:
     """The gap of ours, asked at once, over that of the fastest mode of NIXL's connectors."""
 
     def rows() -> Iterator[list[str]]:
-        lengths = _lengths(runs(found)[0])
+        lengths = lengths_of(runs(found)[0])
         yield ["ours / fastest of NIXL's: ms, and the ratio", *(f"{length:,} tokens" for length in lengths)]
         for run in _short(found):
-            yield [_name(run), *(_against_best(run, one) for one in lengths)]
+            yield [name_of(run), *(_against_best(run, one) for one in lengths)]
 
     return table(rows())
 
@@ -167,7 +169,7 @@ def beside(found: Found) -> str:
     """Ours over vLLM's ``NixlConnector``, in either order and with either cache layout."""
 
     def rows() -> Iterator[list[str]]:
-        lengths, in_flight = _lengths(runs(found)[0]), _in_flight(runs(found)[0])
+        lengths, in_flight = lengths_of(runs(found)[0]), loads_of(runs(found)[0])
         gaps = (f"gap, {length:,} tokens" for length in lengths)
         yield ["ours / `NixlConnector`", *gaps, *(f"requests/s, {number} in flight" for number in in_flight)]
         for run in _short(found):
@@ -175,8 +177,8 @@ def beside(found: Found) -> str:
                 for peer in (one for one in peers if one.startswith("nixl") and one in modes(run)):
                     order = f"{mode.removeprefix('ours, ')}{' / packed' if 'packed' in peer else ''}"
                     ratios = (str(gap_ratio(run, mode, peer, length)) for length in lengths)
-                    speeds = (f"{_mean(_speeds(run, mode, peer, number)):.2f}" for number in in_flight)
-                    yield [f"{_name(run)}, {order}", *ratios, *speeds]
+                    rates = (f"{mean(speeds(run, mode, peer, number)):.2f}" for number in in_flight)
+                    yield [f"{name_of(run)}, {order}", *ratios, *rates]
 
     return table(rows())
 
@@ -184,7 +186,7 @@ def beside(found: Found) -> str:
 def all_modes(found: Found) -> str:
     """Of each mode in each run, the medians."""
     every = runs(found)
-    lengths, in_flight = _lengths(every[0]), _in_flight(every[0])
+    lengths, in_flight = lengths_of(every[0]), loads_of(every[0])
 
     def alone(run: Found, mode: str, name: str) -> str:
         of = [one for length in lengths if (one := single(run, mode, length))]
@@ -192,11 +194,11 @@ def all_modes(found: Found) -> str:
 
     def loaded(run: Found, mode: str) -> str:
         of = [one for number in in_flight if (one := load(run, mode, number))]
-        return " / ".join(f"{_mean(one['requests_per_s']):.1f}" for one in of)
+        return " / ".join(f"{mean(one['requests_per_s']):.1f}" for one in of)
 
     def of(head: str, cell: Callable[[Found, str], str]) -> str:
         names = dict.fromkeys(chain.from_iterable(map(modes, every)))
-        return table([[head, *map(_name, every)], *([mode, *(cell(run, mode) for run in every)] for mode in names)])
+        return table([[head, *map(name_of, every)], *([mode, *(cell(run, mode) for run in every)] for mode in names)])
 
     tokens, numbers = (" / ".join(f"{one:,}" for one in some) for some in (lengths, in_flight))
     return "\n\n".join(
@@ -208,9 +210,10 @@ def all_modes(found: Found) -> str:
     )
 
 
-def _name(run: Found) -> str:
+def name_of(run: Found) -> str:
+    """Its tensor-parallel sizes, and the size of a block, which SGLang calls a page."""
     prefill, decode = TOPOLOGIES[run["topology"]]
-    return f"TP {prefill}->{decode}, blocks of {run['block']}"
+    return f"TP {prefill}->{decode}, {'pages' if run.get('engine') == 'sglang' else 'blocks'} of {run['block']}"
 
 
 def _against_best(run: Found, length: int) -> str:
@@ -232,7 +235,8 @@ def _median(values: Sequence[float]) -> float:
     return quantile(values, 0.5)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Of at least one."""
     return sum(values) / len(values)
 
 

@@ -1,4 +1,4 @@
-"""A program that speaks the lines of ``benchmarks/engines_gpu/instance.py`` or ``sglang_instance.py``, without an engine.
+"""A program that speaks the lines of ``benchmarks/engines_gpu``'s instances, and computes nothing.
 
 Tokens depend on the seed alone, as those of any right engine do. The variable ``FAKE_ENGINE`` names what an instance
 does instead, as ``push-decode=wrong``: ``wrong`` tokens, an ``error`` for each request or ``once``, no answer

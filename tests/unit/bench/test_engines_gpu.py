@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engines_gpu import __main__ as cli
-from benchmarks.engines_gpu import engines, measure, sglang
+from benchmarks.engines_gpu import engines, measure, sglang, sglang_tables
 from benchmarks.engines_gpu.cases import (
     BLOCKS,
     CACHE_TOKENS,
@@ -356,6 +357,18 @@ def test_instances_of_sglang_share_no_port_and_both_of_a_pair_know_the_bootstrap
         assert len({spec.config["bootstrap_port"] for spec in specs_of}) == 1
         staged = {"SGLANG_DISAGG_STAGING_BUFFER" in spec.env for spec in specs_of}
         assert staged == {name.endswith("staging")}
+
+
+def test_the_table_of_sglang_names_the_best_backend(tmp_path: Path) -> None:
+    _, document = run_of_sglang(tmp_path)
+    shown = sglang_tables.headline(document)
+    assert re.search(r"TP 2->1, pages of 16 \| \d+\.\d / \d+\.\d \((nixl|mooncake)(-staging)?\): \*\*[01]\.\d\d", shown)
+    rows = [run for run in document["singles"] if run["mode"] != "mooncake-staging, at once"]
+    for one in rows:
+        one["gap_ms"] = [5.0 if one["mode"].startswith("mooncake") else 10.0] * 3
+    left = sglang_tables.headline({**document, "singles": rows})
+    assert "10.0 / 5.0 (mooncake): **2.00 (2.00 to 2.00)**" in left
+    assert "one server" not in left
 
 
 def test_a_gap_of_sglang_is_what_the_first_token_takes_longer_than_on_one_server(tmp_path: Path) -> None:

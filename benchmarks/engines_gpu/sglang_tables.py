@@ -1,0 +1,81 @@
+"""Markdown of runs of SGLang: this library's backend over the best of SGLang's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from benchmarks.tables import Found, table
+
+from .figures import quantile
+from .sglang import ALONE, PAIRS
+from .tables import gap_ratio, lengths_of, load, loads_of, mean, modes, name_of, runs, single, speeds
+
+OURS = "ours, at once"
+
+
+def peers(run: Found) -> list[str]:
+    """SGLang's own backends that were measured."""
+    own = {f"{name}, at once" for name, pair in PAIRS.items() if pair.connector != "ours" and name != ALONE}
+    return [mode for mode in modes(run) if mode in own]
+
+
+def headline(found: Found) -> str:
+    """Of each run: gaps, requests per second, and the time between tokens under load."""
+
+    def rows() -> Iterator[list[str]]:
+        lengths, in_flight = lengths_of(runs(found)[0]), loads_of(runs(found)[0])
+        yield [
+            "ours / best of SGLang's",
+            *(f"gap, ms, {one:,} tokens" for one in lengths),
+            *(f"{what}, {one} in flight" for one in in_flight for what in ("requests/s", "between tokens")),
+        ]
+        for run in runs(found):
+            cells = [_gap(run, length) for length in lengths]
+            for number in in_flight:
+                cells += [_speed(run, number), _between(run, number)]
+            yield [name_of(run), *cells]
+
+    return table(rows())
+
+
+def _best(run: Found, value: Callable[[str], float | None]) -> tuple[str, float] | None:
+    """The peer with the least value."""
+    there = ((mode, found) for mode in peers(run) if (found := value(mode)) is not None)
+    return min(there, key=lambda one: one[1], default=None)
+
+
+def _gap(run: Found, length: int) -> str:
+    def gap(mode: str) -> float | None:
+        one = single(run, mode, length)
+        return quantile(one["gap_ms"], 0.5) if one else None
+
+    ours, best = gap(OURS), _best(run, gap)
+    if ours is None or best is None:
+        return ""
+    return f"{ours:.1f} / {best[1]:.1f} ({_short(best[0])}): **{gap_ratio(run, OURS, best[0], length)}**"
+
+
+def _speed(run: Found, in_flight: int) -> str:
+    def seconds(mode: str) -> float | None:
+        one = load(run, mode, in_flight)
+        return 1 / mean(one["requests_per_s"]) if one else None
+
+    ours, best = seconds(OURS), _best(run, seconds)
+    if ours is None or best is None:
+        return ""
+    ratio = mean(speeds(run, OURS, best[0], in_flight))
+    return f"{1 / ours:.1f} / {1 / best[1]:.1f} ({_short(best[0])}): **{ratio:.2f}**"
+
+
+def _between(run: Found, in_flight: int) -> str:
+    def itl(mode: str) -> float | None:
+        one = load(run, mode, in_flight)
+        return quantile(list(chain.from_iterable(one["itl_ms"])), 0.5) if one else None
+
+    ours, best = itl(OURS), _best(run, itl)
+    return "" if ours is None or best is None else f"{ours:.1f} / {best[1]:.1f} ms: **{ours / best[1]:.2f}**"
+
+
+def _short(mode: str) -> str:
+    return mode.partition(",")[0]
