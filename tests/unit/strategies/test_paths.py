@@ -10,7 +10,8 @@ from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId, Rank
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import PairPlan, RankPlan, Segment, Writes
-from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner, exposes_pages
+from disagg_kv.strategies import Job, SlicePlanner, TransferPlanner, exposes_pages
+from disagg_kv.strategies.paths import DirectPlanner, StagedPlanner
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 KV = GroupId("kv")

@@ -16,19 +16,10 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.rendezvous import Source
-from disagg_kv.strategies import (
-    AUTO,
-    Full,
-    Incremental,
-    LayerPipelined,
-    PerChunk,
-    StagedPlanner,
-    Strategy,
-    paths,
-    register,
-    registry,
-    strategy,
-)  # fmt: skip
+from disagg_kv.strategies import AUTO, Incremental, LayerPipelined, Strategy, paths, register, registry, strategy
+from disagg_kv.strategies.paths import StagedPlanner
+from disagg_kv.strategies.schedules import PerChunk
+from disagg_kv.strategies.selections import Full
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
