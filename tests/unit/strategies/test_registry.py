@@ -194,7 +194,7 @@ def test_registering_a_path() -> None:
         ("courier", f"{__name__}:Courier", None),
         ("staged", "nowhere:at_all", None),
         ("broken", "nowhere:at_all", "cannot be loaded"),
-        ("other", "disagg_kv.strategies:StagedPlanner", "calls itself 'staged'"),
+        ("other", "disagg_kv.strategies.paths:StagedPlanner", "calls itself 'staged'"),
     ],
 )
 def test_installed_packages(monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str | None) -> None:
