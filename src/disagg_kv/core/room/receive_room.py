@@ -365,7 +365,7 @@ class ReceiveRoom(DrainingRoom):
         writers = self.writers.values()
         done = all(w.complete for w in writers)
         landed = self.inbound.segments_placed > 0 and not self.inbound
-        # Then every writer has to say how the room ends: at which row, or with which aux data.
+        # Whether every writer has to say how the room ends: at which row, or with which aux data.
         needs_ends = self._awaited.stop is None or self._awaited.aux_bytes > 0
         known = landed and not needs_ends and self._transports_known
         if self.inbound.scattering or not (done or known):

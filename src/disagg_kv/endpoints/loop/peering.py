@@ -192,9 +192,9 @@ class Peering:
         self._ended.append(session)
 
     def drained(self) -> list[PeerSession]:
-        """Peers whose last writes have landed: they ended ``drain_s`` of their transport ago.
+        """Peers whose last writes have landed: they ended ``drain_s`` of their transport ago, where that is known.
 
-        None: it is unknown how long that takes. A peer without a link may have used any transport.
+        A peer without a link may have written over any transport: the longest ``drain_s`` counts.
         """
         found, now, longest_s = [], self.clock(), self.me.transports.drain_s
         for session, ended_at in self.landing.items():
