@@ -321,7 +321,7 @@ class Emulator:
         for target, rank_plan in enumerate(self._rank_plans):
             for layers in rank_plan.stages:
                 for segment in rank_plan.cut(start, stop, layers, limits):
-                    nbytes = sum(rank_plan.part_bytes(segment, writer) for writer in rank_plan.writers(segment))
+                    nbytes = sum(of_writer for _, of_writer in rank_plan.lease(segment)[0].values())
                     pieces.append((target, nbytes))
         host = 0.0 if self._ideal else self._clock() - host
         self._host_s += host

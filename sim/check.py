@@ -31,6 +31,7 @@ from disagg_kv.errors import (
 from disagg_kv.ids import RoomId, room_name
 from disagg_kv.rendezvous import Source
 
+from .accounts import check_side
 from .cluster import Cluster
 from .fault import FaultClass, survives
 from .kind import Kind
@@ -414,7 +415,7 @@ class Checks:
 
     def _integrity(self, node: SimNode, since: float) -> None:
         try:
-            node.loop.side.check_integrity(since)
+            check_side(node.view, since)
             node.view.loop.peers.check_integrity()
         except AssertionError as exc:
             self._fail("I3", f"{node.address}: {exc!r}")

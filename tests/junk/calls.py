@@ -68,7 +68,7 @@ SPOKEN = {
     endpoints.DecodeEndpoint: (endpoints.Receiver, "peers"),
     delivery.DeliveryHandle: (endpoints.Delivery,),
     reception.ReceptionHandle: (endpoints.Reception,),
-    delivery.ForwardPass: (endpoints.Step,),
+    delivery.ForwardPass: ("layer_ready", "close"),
     Recovering: (endpoints.Reception,),
     UnixChannel: ("__init__",),
     ZmqChannel: ("__init__",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 from hypothesis import given
@@ -24,13 +25,24 @@ def _cells(rectangle: Rectangle) -> set[tuple[int, int]]:
     return {(row, layer) for row in range(start, stop) for layer in range(first, last)}
 
 
+def check(coverage: Coverage) -> None:
+    """Bands do not overlap, none could be part of another one, and each has runs of rows that do not touch."""
+    for band in coverage._bands:
+        edges = [edge for pair in zip(band.starts, band.stops, strict=True) for edge in pair]
+        assert edges == sorted(set(edges)) != [], band
+        assert band.first < band.last, band
+    for a, b in pairwise(coverage._bands):
+        assert a.last <= b.first, (a, b)
+        assert a.last < b.first or (a.starts, a.stops) != (b.starts, b.stops), (a, b)
+
+
 @given(st.lists(rectangles, max_size=30), st.lists(rectangles, min_size=1, max_size=10))
 def test_it_answers_as_a_set_of_cells_would(added: list[Rectangle], asked: list[Rectangle]) -> None:
     """Whatever order segments land in, and however often."""
     coverage, model = Coverage(), set[tuple[int, int]]()
     for rectangle in added:
         coverage.add(*rectangle)
-        coverage.check_integrity()
+        check(coverage)
         model |= _cells(rectangle)
     for rectangle in [*asked, *added]:
         assert coverage.contains(*rectangle) == (_cells(rectangle) <= model)
@@ -46,5 +58,5 @@ def test_a_grid_of_segments_in_any_order_ends_as_one_rectangle(rows: int, layers
     for piece in pieces:
         assert not coverage.overlaps(*piece)
         coverage.add(*piece)
-    coverage.check_integrity()
+    check(coverage)
     assert coverage.contains(0, 3 * rows, 0, layers)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.geometry import CacheSpec, elect, rotations, shard, stages
+from disagg_kv.geometry import CacheSpec, elect, shard, stages
+from disagg_kv.geometry.election import rotations
 from disagg_kv.planning import Segment
 from tests.support import oracle
 from tests.support.worlds import World, worlds

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg_kv.strategies import LayerPipelined, PerChunk, Schedule
+from disagg_kv.strategies import LayerPipelined, Schedule
+from disagg_kv.strategies.schedules import PerChunk
 from tests.properties.test_endpoints import edges, memories
 from tests.support.oracle import cells, needed
 from tests.support.rig import Memory, Request, Rig

@@ -15,7 +15,8 @@ from disagg_kv.endpoints.peers.handshake import EndpointInfo, RemoteEndpoint
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.planning import InstancePlans, RowRange
-from disagg_kv.strategies import AUTO_ORDER, exposes_pages, paths
+from disagg_kv.strategies import exposes_pages, paths
+from disagg_kv.strategies.registry import AUTO_ORDER
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 64, "float16")

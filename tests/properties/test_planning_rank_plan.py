@@ -69,7 +69,6 @@ def test_sizes_are_those_of_the_elected_cells(
             for rank, parts in enumerate(rank_plan.parts)
         }
         assert {rank: rank_plan.part_bytes(segment, Rank(rank)) for rank in expected} == expected
-        assert rank_plan.writers(segment) == tuple(rank for rank, nbytes in expected.items() if nbytes > 0)
         places, total = rank_plan.lease(segment)
         assert {rank: nbytes for rank, (_, nbytes) in places.items()} == {r: n for r, n in expected.items() if n}
         ends = [0, *(-(-(offset + nbytes) // 256) * 256 for offset, nbytes in places.values())]

@@ -78,7 +78,7 @@ def test_the_union_is_the_box_each_cell_once(
                 assert cells == list(oracle.laid_out(there, theirs))
                 assert ours.nbytes == theirs.nbytes == sum(n for _, _, n in cells)
                 assert ours.nbytes == rank_plan.part_bytes(segment, Rank(rank)) <= limits[0]
-                assert (Rank(rank) in rank_plan.writers(segment)) == bool(cells)
+                assert (Rank(rank) in rank_plan.lease(segment)[0]) == bool(cells)
                 found.update(cell for cell, _, _ in cells)
         assert found == Counter(oracle.needed(world.spec, target, held, edges[-1], known=known))
 

@@ -13,7 +13,8 @@ from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import RoomId
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.rendezvous import Source
-from disagg_kv.strategies import LayerPipelined, PerChunk, Schedule
+from disagg_kv.strategies import LayerPipelined, Schedule
+from disagg_kv.strategies.schedules import PerChunk
 from tests.support.rig import KV, Memory, Rig, Truth, put, tp_shards
 
 SPEC = CacheSpec.kv(2, 2, 4, "float16")

@@ -26,11 +26,11 @@ def connected(loop: EventLoop) -> set[Peer]:
 def check_links(endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
     """Connections, watched processes and the transport hold no incarnation that the table of peers has forgotten."""
     loop = endpoint.driver.loop
-    links, monitor = loop.connections._owners, loop._process_monitor
+    links = loop.connections._owners
     held = {
         "linked": {link.session.epoch for link in links.values()},
-        "watched": {session.epoch for session in monitor._watches._watched},
-        "ended": {session.epoch for session in monitor.landing},
+        "watched": {session.epoch for session in loop._exits._watched},
+        "ended": {session.epoch for session in loop.landing},
     }
     left = {what: epochs - may_hold(loop) for what, epochs in held.items() if epochs - may_hold(loop)}
     assert not left, {what: [epoch.hex()[:8] for epoch in epochs] for what, epochs in left.items()}

@@ -38,7 +38,6 @@ from disagg_kv.core import (
     Scatter,
     Scattered,
     Send,
-    Sending,
     SendRoom,
     Store,
     Tick,
@@ -48,6 +47,7 @@ from disagg_kv.core import (
     Wrote,
 )
 from disagg_kv.core.room.flow import room_head
+from disagg_kv.core.room.tables import Sending
 from disagg_kv.core.wire.frames import (
     Abort,
     ChunkReady,

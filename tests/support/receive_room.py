@@ -29,7 +29,6 @@ from disagg_kv.core.wire.frames import (
     StagingRequest,
     WireTable,
 )
-from disagg_kv.core.wire.specs import segment_to_wire
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Epoch, Generation, RoomId, VirtualOffset
@@ -52,16 +51,16 @@ def head(rank: int) -> Head:
 
 
 def request(rank: int, s: Segment = A, *, ready: bool = True, ask: int = 0) -> StagingRequest:
-    return StagingRequest(**head(rank), segment=segment_to_wire(s), ask=ask, ready=ready)
+    return StagingRequest(**head(rank), segment=s, ask=ask, ready=ready)
 
 
 def back(rank: int, ask: int = 0, s: Segment = A) -> Return:
-    return Return(**head(rank), segment=segment_to_wire(s), ask=ask)
+    return Return(**head(rank), segment=s, ask=ask)
 
 
 def chunk(rank: int, s: Segment = A, lease: Lease | None = LEASE) -> ChunkReady:
     start = None if lease is None else lease.start
-    return ChunkReady(**head(rank), segment=segment_to_wire(s), lease=start)
+    return ChunkReady(**head(rank), segment=s, lease=start)
 
 
 def done(rank: int, segments: int = 0, *, stop: int = 8, aux: bytes | None = None) -> Done:

@@ -41,6 +41,7 @@ from disagg_kv.strategies import Feature, Schedule
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, Transport, Transports
+from sim.accounts import check_side
 
 KV = GroupId("kv")
 STATE = GroupId("state")
@@ -393,7 +394,7 @@ class Rig:
         for member in self.members:
             if not (member.frozen or member.closed):
                 member.endpoint.driver.step(0.0)
-                member.endpoint.check_integrity()
+                check_side(member.endpoint.inspect())
         self.clock.advance(step_s)
 
     def until(self, done: Callable[[], bool], what: str = "it", turns: int = 4000) -> None:

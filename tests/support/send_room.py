@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from disagg_kv.core import Effect, FlowPlan, Options, Phase, RoomFrame, Send, Sending, SendRoom, Transfer, Wrote
+from disagg_kv.core import Effect, FlowPlan, Options, Phase, RoomFrame, Send, SendRoom, Transfer, Wrote
+from disagg_kv.core.room.tables import Sending
 from disagg_kv.core.wire.frames import Abort, Complete, Grant, Head, Landed
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, shard

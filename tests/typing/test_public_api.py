@@ -17,11 +17,10 @@ from disagg_kv.endpoints import (
     DecodeEndpoint,
     Delivery,
     Expectation,
+    ForwardPass,
     PrefillEndpoint,
     Receiver,
     Reception,
-    Step,
-    SupportsFileno,
 )
 from disagg_kv.errors import ConfigurationError, DisaggKVError, TransportError
 from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, shard
@@ -154,7 +153,7 @@ def test_plain_numbers_and_text_are_layers_and_groups() -> None:
     assert [g.id for g in PagedPool.allocate(spec, mine, pages=2, page_size=4, group="mine").site.groups] == ["mine"]
 
 
-def _declared(step: Step) -> bool:
+def _declared(step: ForwardPass) -> bool:
     """Layers of a pass are plain numbers, too."""
     return step.layer_ready(0) and step.layer_ready(LayerId(1))
 
@@ -208,10 +207,9 @@ def test_an_endpoint_is_what_event_loops_wait_for() -> None:
     endpoint = PrefillEndpoint(
         pool, transport=transport("shm"), channel=ZmqChannel(), rendezvous=StaticRendezvous(), instance="p"
     )
-    waited: SupportsFileno = endpoint
     try:
-        assert_type(waited.fileno(), int)
-        assert select.select([waited], [], [], 0) == ([], [], [])
+        assert_type(endpoint.fileno(), int)
+        assert select.select([endpoint], [], [], 0) == ([], [], [])
     finally:
         endpoint.close(0.0)
 

@@ -6,7 +6,6 @@ from .base import (
     CastVote,
     Decided,
     Effect,
-    Finished,
     Free,
     Gone,
     Granted,
@@ -14,7 +13,6 @@ from .base import (
     Leased,
     Lost,
     Met,
-    Offered,
     Options,
     Phase,
     Prepare,
@@ -36,22 +34,18 @@ from .peers.peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable
 from .peers.peer_table import PeerTable
 from .room.flow import Flow, FlowPlan
 from .room.receive_room import ReceiveRoom
-from .room.rows import Chunk, Readiness
 from .room.send_room import SendRoom
-from .room.tables import RECEIVING, SENDING, Receiving, Sending
+from .room.tables import Receiving
 from .tombstones import RoomOutcome, Tombstones
 from .verdict.alone import Alone
 from .verdict.base import Outcome, Verdict
 from .verdict.elected import Elected
-from .wire.frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
+from .wire.frames import MAX_AUX, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
 from .wire.verify import SUM_BYTES, Verify, check_verify, verified
 
 __all__ = [
     "MAX_AUX",
-    "MAX_ENTRIES",
     "MAX_RANKS",
-    "RECEIVING",
-    "SENDING",
     "SUM_BYTES",
     "VERSION",
     "Alone",
@@ -59,12 +53,10 @@ __all__ = [
     "Awaited",
     "Cancel",
     "CastVote",
-    "Chunk",
     "Codec",
     "Decided",
     "Effect",
     "Elected",
-    "Finished",
     "Flow",
     "FlowPlan",
     "Forget",
@@ -81,7 +73,6 @@ __all__ = [
     "LinkBudget",
     "Lost",
     "Met",
-    "Offered",
     "Options",
     "Outcome",
     "PeerEffect",
@@ -90,7 +81,6 @@ __all__ = [
     "Prepare",
     "Quarantine",
     "Quiet",
-    "Readiness",
     "ReceiveRoom",
     "Receiving",
     "Reserve",
@@ -102,7 +92,6 @@ __all__ = [
     "Send",
     "SendRoom",
     "SendTo",
-    "Sending",
     "Store",
     "Tick",
     "Tombstones",

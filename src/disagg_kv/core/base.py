@@ -13,7 +13,7 @@ from attrs import field, frozen
 from .. import arguments
 from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
-from ..planning import RankPlan, RowRange, Segment
+from ..planning import RankPlan, Segment
 from ..staging import Lease
 from .wire.frames import Frame, WireFlags, WirePace, WireTable
 from .wire.verify import Verify
@@ -159,16 +159,6 @@ class Awaited:
     aux_bytes: int = 0
     least: int = 0
     unsegmented: bool = False
-
-    @property
-    def rows(self) -> RowRange:
-        """As planning takes them."""
-        return RowRange(self.start, self.stop)
-
-    @property
-    def needs_ends(self) -> bool:
-        """Whether every writer has to say how the room ends: at which row, or with which aux data."""
-        return self.stop is None or self.aux_bytes > 0
 
 
 @frozen

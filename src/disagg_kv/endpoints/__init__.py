@@ -5,8 +5,6 @@ from .api import (
     Handle,
     Receiver,
     Reception,
-    Step,
-    SupportsFileno,
     SupportsStatus,
     SupportsUsage,
 )
@@ -15,6 +13,7 @@ from .expectation import Expectation
 from .loop.construction import Environment, threads_on
 from .peers.incarnation import Incarnation
 from .prefill.endpoint import PrefillEndpoint
+from .prefill.handle import ForwardPass
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id, room_id
 from .status import EndpointStatus, PeerInfo, PeerState, Report, RoomInfo, Usage
 
@@ -26,6 +25,7 @@ __all__ = [
     "Environment",
     "Expectation",
     "Fail",
+    "ForwardPass",
     "Handle",
     "Incarnation",
     "PeerInfo",
@@ -39,8 +39,6 @@ __all__ = [
     "Report",
     "Retry",
     "RoomInfo",
-    "Step",
-    "SupportsFileno",
     "SupportsStatus",
     "SupportsUsage",
     "Usage",

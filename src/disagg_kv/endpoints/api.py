@@ -27,7 +27,7 @@ from ..core import Phase
 from ..errors import DisaggKVError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RoomId
-from ..memory import Event, Mark
+from ..memory import Event
 from ..rendezvous import Source
 from .expectation import Expectation
 from .status import EndpointStatus, PeerInfo, Report, Usage
@@ -50,22 +50,6 @@ class SupportsUsage(Protocol):
 
     def peers(self) -> Sequence[PeerInfo]:
         """Return every peer that is connected or still holds memory here."""
-        ...
-
-
-class SupportsFileno(Protocol):
-    """An endpoint for which an engine can wait: ``select``, ``epoll`` and asyncio's ``add_reader`` take it as it is."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while ``poll`` has something to return or to raise.
-
-        It is created by the first call; without one it costs nothing. ``poll`` makes it unreadable, and may return
-        nothing after all. Only wait for it: do not read or close it. It stays open as long as the endpoint object
-        exists, also after ``close``.
-
-        Raises:
-            LocalProtocolError: this is a forked child of the process that has the endpoint.
-        """
         ...
 
 
@@ -190,45 +174,6 @@ class Reception(Handle, Protocol):
             GeometryError: tables that do not cover the rows, page ids out of range or twice, an aux row that does not
                 exist, or a held prefix that is longer than ``stop``.
             ConfigurationError: held rows, but the endpoint's selection is not ``incremental``.
-            LocalProtocolError: called twice.
-        """
-        ...
-
-
-class Step(Protocol):
-    """One forward pass over many rooms."""
-
-    def layer_ready(self, layer: int, ready: Event | Mark | None = None) -> bool:
-        """Declare the rows of one layer final for all rooms of the pass. Layers come in any order, each once.
-
-        Creating an event costs time, and only some layers need one. With a function as ``ready``, the pass creates
-        events only for layers that may complete a group. It calls the function before this method returns. The other
-        layers count as final at the next event that is created, at the latest in ``close``. So all functions of a pass
-        must create events of one stream, on which the layers are computed.
-
-        Args:
-            layer: the layer.
-            ready: an event that fires when the rows are final, or a function that creates such an event; None: the rows
-                are final now.
-
-        Returns False if everything is sent at ``close`` only. The engine may then skip the remaining layers. Unless it
-        gave functions, it must give ``close`` an event that follows all layers.
-
-        Raises:
-            ConfigurationError: the function raises, or returns no event.
-            GeometryError: the layer is not on this rank.
-            LocalProtocolError: the layer was declared before, or the pass is closed.
-        """
-        ...
-
-    def close(self, ready: Event | None = None) -> None:
-        """End the pass: all layers that were not declared are final at ``ready``.
-
-        Args:
-            ready: fires when the rows are final. None: they are final now; or, if ``layer_ready`` was given functions,
-                once their stream has done all work that is queued now.
-
-        Raises:
             LocalProtocolError: called twice.
         """
         ...

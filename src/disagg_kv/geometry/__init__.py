@@ -2,7 +2,7 @@
 
 from .conversion import conversions, difference, read_as, shards_as
 from .coverage import Coverage
-from .election import Share, elect, rotations
+from .election import Share, elect
 from .formats import CONVERSION_NAMES, CONVERSIONS
 from .layout import I32, I64, Group, PageTable, Plane, PlaneConversion, Site, places
 from .overlap import check_planes
@@ -35,7 +35,6 @@ __all__ = [
     "item_bytes",
     "places",
     "read_as",
-    "rotations",
     "shard",
     "shards_as",
     "stages",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from itertools import pairwise
 
 from attrs import define, field
 
@@ -100,17 +99,6 @@ class Coverage:
             return False
         low, high = self._between(first, last)
         return any(band.touches(start, stop) for band in self._bands[low:high])
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless bands and their intervals are in order, disjoint and merged."""
-        for band in self._bands:
-            edges = [edge for pair in zip(band.starts, band.stops, strict=True) for edge in pair]
-            assert edges, band
-            assert edges == sorted(set(edges)), band
-            assert band.first < band.last, band
-        for a, b in pairwise(self._bands):
-            assert a.last <= b.first, (a, b)
-            assert a.last < b.first or (a.starts, a.stops) != (b.starts, b.stops), (a, b)
 
     def _between(self, first: int, last: int) -> tuple[int, int]:
         """Numbers ``[low, high)`` of the bands that have a layer of ``[first, last)``."""

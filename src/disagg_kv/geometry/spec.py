@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 
@@ -324,8 +323,3 @@ class CacheSpec:
     def slides(self) -> bool:
         """True if some component has a window: the rows that decode needs then depend on the end of the room."""
         return any(c.window is not None for cs in self.layers.values() for c in cs)
-
-    def digest(self) -> bytes:
-        """32 bytes that are equal exactly for equal specs."""
-        text = "\n".join(f"{layer} {c}" for layer, cs in self.layers.items() for c in cs)
-        return hashlib.sha256(self.model + b"\0" + text.encode()).digest()

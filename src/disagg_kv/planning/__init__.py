@@ -4,7 +4,7 @@ from .base import EVERY, UNLIMITED, Limits, PageCopy, RowRange, Segment, StagedL
 from .descriptors import Tables, coalesce, direct_writes, slice_writes
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
 from .instance import InstancePlans
-from .pair import PairPlan, Run
+from .pair import PairPlan
 from .rank_plan import RankPlan, rank_plan_of
 from .site import plain_site
 from .staged import PartView, check_pages, check_tables
@@ -24,7 +24,6 @@ __all__ = [
     "PartView",
     "RankPlan",
     "RowRange",
-    "Run",
     "Segment",
     "StagedLayout",
     "Tables",

@@ -161,10 +161,6 @@ class RankPlan:
             rows = self._state_rows(segment.layers)
             raise GeometryError(f"state rows up to {segment.stop}, but layers {segment.layers} have {rows}")
 
-    def writers(self, segment: Segment) -> tuple[Rank, ...]:
-        """The ranks that have bytes in this segment, ascending."""
-        return tuple(w for w, nbytes in self._sizes(segment).items() if nbytes)
-
     def part_bytes(self, segment: Segment, writer: Rank) -> int:
         """Bytes that one writer sends of this segment."""
         return self._sizes(segment).get(writer, 0)

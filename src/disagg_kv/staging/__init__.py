@@ -1,7 +1,7 @@
 """The staging ring."""
 
 from .base import ALIGNMENT, Lease, StagingAllocator
-from .queue import GrantedLease, GrantQueue
+from .queue import GrantQueue
 from .ring import RingStagingAllocator
 
-__all__ = ["ALIGNMENT", "GrantQueue", "GrantedLease", "Lease", "RingStagingAllocator", "StagingAllocator"]
+__all__ = ["ALIGNMENT", "GrantQueue", "Lease", "RingStagingAllocator", "StagingAllocator"]

@@ -236,15 +236,6 @@ class GrantQueue(Generic[P, K]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts do not add up or a limit is broken."""
-        if not self.leases and not self._waiting:
-            for name, peer in self._peers.items():
-                counted = (peer.held, peer.quarantined, len(peer.ready), len(peer.ahead))
-                assert counted == (0, 0, 0, 0), f"{name!r} has nothing, {counted} are counted"
-                assert not peer.idle(), f"{name!r} is kept for nothing"
-            assert not self._active, f"{list(self._active)} have nothing"
-            assert not self._quarantined, f"{self._quarantined} bytes are counted to wait for evidence"
-            assert not self._lookahead_held, f"look-ahead holds {self._lookahead_held} bytes of nothing"
-            return
         held, stuck, ahead = dict.fromkeys(self._peers, 0), dict.fromkeys(self._peers, 0), 0
         for granted in self.leases.values():
             assert granted.peer in held, "a lease without a known peer"
@@ -261,14 +252,13 @@ class GrantQueue(Generic[P, K]):
             assert peer.quarantined == waits, f"{waits} bytes of {name!r} wait for evidence, {peer.quarantined} counted"
             assert not peer.idle(), f"{name!r} is kept for nothing"
             assert (name in self._active) == bool(has or peer.ready or peer.ahead), f"{name!r} is active, or is not"
-            if not peer.ready and not peer.ahead:
-                continue
             lines += len(peer.ready) + len(peer.ahead)
             for line in (peer.ready, peer.ahead):
                 for key, waiting in line.items():
                     assert self._waiting.get(key) is waiting, f"{key!r} waits in one place only"
                     assert waiting.peer == name, f"{key!r} waits in the line of {name!r}"
                     assert peer.line(waiting.lookahead) is line, f"{key!r} waits in the wrong line"
+        assert self._active.keys() <= self._peers.keys(), f"{list(self._active)} have nothing"
         assert lines == len(self._waiting), f"{lines} requests are in line, {len(self._waiting)} wait"
         assert not self._waiting.keys() & self.leases.keys(), "a key both waits and has a lease"
         assert self._quarantined == sum(stuck.values()), f"{self._quarantined} bytes are counted to wait for evidence"

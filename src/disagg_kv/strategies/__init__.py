@@ -12,10 +12,9 @@ from .base import (
     refusal,
 )
 from .explain import Explanation, PairCount, explain
-from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
+from .paths import SlicePlanner
 from .registry import (
     AUTO,
-    AUTO_ORDER,
     PER_CHUNK,
     Strategy,
     in_auto_order,
@@ -23,28 +22,22 @@ from .registry import (
     register,
     strategy,
 )
-from .schedules import LayerPipelined, PerChunk
-from .selections import Full, Incremental
+from .schedules import LayerPipelined
+from .selections import Incremental
 
 __all__ = [
     "AUTO",
-    "AUTO_ORDER",
     "PER_CHUNK",
-    "DirectPlanner",
     "Explanation",
     "Feature",
-    "Full",
     "Incremental",
     "Job",
     "LayerPipelined",
-    "MappedPlanner",
     "MoverName",
     "PairCount",
-    "PerChunk",
     "Schedule",
     "Selection",
     "SlicePlanner",
-    "StagedPlanner",
     "Strategy",
     "Tables",
     "TransferPlanner",

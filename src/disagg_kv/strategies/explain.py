@@ -73,7 +73,6 @@ def explain(
     order: tuple[str, str] = ("NHD", "NHD"),
     slot_bytes: int = 128 << 20,
     lease_bytes: int = 512 << 20,
-    rotation: int = 0,
     maps: bool = False,
     decode_spec: CacheSpec | None = None,
 ) -> Explanation:
@@ -90,7 +89,6 @@ def explain(
         order: ``"NHD"`` or ``"HND"``, (prefill, decode).
         slot_bytes: size of a prefill staging slot.
         lease_bytes: the most that one lease may have.
-        rotation: which replica takes which piece.
         maps: the transport maps memory of peers; otherwise ``auto`` does not take ``mapped``.
         decode_spec: decode's cache, into which prefill's is converted; None: it is the same.
 
@@ -111,7 +109,7 @@ def explain(
     for number, shard in enumerate(decode):
         site = plain_site(wanted, shard, tokens, page_size[1], order[1])
         rows = RowRange(0, tokens)
-        rank_plan = RankPlan.build(wanted, prefill, shard, rotation).for_rows(rows)
+        rank_plan = RankPlan.build(wanted, prefill, shard).for_rows(rows)
         for rank, parts in enumerate(rank_plan.parts):
             sizes = {s: rank_plan.part_bytes(s, Rank(rank)) for s in rank_plan.segments(Rank(rank), 0, tokens, limits)}
             segments = [segment for segment, nbytes in sizes.items() if nbytes]

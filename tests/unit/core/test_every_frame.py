@@ -26,11 +26,11 @@ from disagg_kv.core import (
     RoomKey,
     Scattered,
     Send,
-    Sending,
     Tick,
     Transfer,
     Wrote,
 )
+from disagg_kv.core.room.tables import Sending
 from disagg_kv.core.wire.frames import Complete, Decision, Head, Vote
 from disagg_kv.errors import AbortedError, PeerLostError, RemoteProtocolError
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId, VirtualOffset

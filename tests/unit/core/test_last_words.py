@@ -14,12 +14,12 @@ from disagg_kv.core import (
     Quiet,
     Receiving,
     Scattered,
-    Sending,
     Tick,
     WriteFailed,
     Wrote,
 )
 from disagg_kv.core.room.outbound import SegmentStep
+from disagg_kv.core.room.tables import Sending
 from disagg_kv.core.wire.frames import MAX_AUX, Abort, ChunkReady, Done, Drained, Landed
 from disagg_kv.errors import AbortedError, DeadlineError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.planning import Segment

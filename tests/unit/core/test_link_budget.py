@@ -141,7 +141,7 @@ def test_a_forgotten_peer_that_sends_a_frame_gets_a_hello_and_returns() -> None:
     assert (good, effects) == (False, [SendTo("p2", hello(1, b""))])
     assert a.on_frame(Heartbeat(src=epoch(2), dst=ME, ask=True), 3.6) == (False, []), "once a second"
     assert tick(a, 4.5) == [Forget("p2")]
-    assert Up(hello(2)) in a.on_hello(hello(2), 4.6)
+    assert Up(epoch(2)) in a.on_hello(hello(2), 4.6)
     assert a.at("p2") == epoch(2)
     a.check_integrity()
 
@@ -158,7 +158,7 @@ def test_a_dial_finds_a_forgotten_peer() -> None:
     a = two()
     assert [e.address for e in a.dial("p2", 2.5) if isinstance(e, SendTo)] == ["p2"]
     assert not [e for e in tick(a, 3.0) if isinstance(e, Forget)], "the connection is in use by the dial"
-    assert Up(hello(2)) in a.on_hello(hello(2), 3.1)
+    assert Up(epoch(2)) in a.on_hello(hello(2), 3.1)
     assert "p2" not in a._dials
 
 

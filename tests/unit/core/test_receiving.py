@@ -362,6 +362,7 @@ def test_prefill_must_not_end_before_the_least_row(least: int, ok: bool) -> None
         (8, [request(0, Segment(0, 4, 0, 3))], ["layers [0, 3)"]),
         (8, [request(0, A), request(1, Segment(2, 6, 0, 2))], ["overlaps another segment"]),
         (8, [request(0, Segment(4, 4, 0, 2))], ["an empty segment"]),
+        (8, [request(0, Segment(4, 8, 1, 1))], ["an empty segment"]),
         (8, [chunk(0, A, None)], ["rank 0 wrote to pages that were not exposed"]),
         (8, [request(0), chunk(0)], ["rank 0 used lease 70000"]),
         (8, [request(0), Leased(A, LEASE), chunk(0, A, OTHER_LEASE)], ["used lease 75008"]),
@@ -388,7 +389,7 @@ def test_a_rank_that_was_not_elected_is_refused_by_name() -> None:
     """Of these two replicas each sends one layer."""
     latent = CacheSpec.mla(2, 64, "int8")
     rank_plan = RankPlan.build(latent, [shard(latent), shard(latent)], shard(latent))
-    other = next(r for r in (0, 1) if Rank(r) not in rank_plan.writers(Segment(0, 4, 0, 1)))
+    other = next(r for r in (0, 1) if Rank(r) not in rank_plan.lease(Segment(0, 4, 0, 1))[0])
     room = Room(begun=False)
     room.say(room.awaited, Introduced((P[0], P[1]), rank_plan), request(other, Segment(0, 4, 0, 1)))
     failed(room, RemoteProtocolError, f"prefill rank {other} was not elected")

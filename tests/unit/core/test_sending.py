@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.core import (
-    CastVote,
-    Decided,
-    FlowPlan,
-    Gone,
-    Granted,
-    Lost,
-    Phase,
-    Sending,
-    Transfer,
-    WriteFailed,
-    Wrote,
-)
+from disagg_kv.core import CastVote, Decided, FlowPlan, Gone, Granted, Lost, Phase, Transfer, WriteFailed, Wrote
+from disagg_kv.core.room.tables import Sending
 from disagg_kv.core.wire.frames import (
     ChunkReady,
     Done,

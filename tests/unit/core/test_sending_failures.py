@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.core import CastVote, Decided, Gone, Lost, Phase, Quiet, Send, Sending, WriteFailed, Wrote
+from disagg_kv.core import CastVote, Decided, Gone, Lost, Phase, Quiet, Send, WriteFailed, Wrote
 from disagg_kv.core.room.flow import WRITE_TRIES
+from disagg_kv.core.room.tables import Sending
 from disagg_kv.core.wire.frames import Abort, ChunkReady, Drained, DrainedAck, Expect
 from disagg_kv.errors import (
     AbortedError,

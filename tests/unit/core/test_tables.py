@@ -9,35 +9,32 @@ from typing import cast
 import pytest
 
 from disagg_kv.core import (
-    RECEIVING,
-    SENDING,
     Awaited,
     Cancel,
     Decided,
-    Finished,
     Flow,
     Gone,
     Introduced,
     Leased,
     Lost,
     Met,
-    Offered,
     Options,
     PeerTable,
     Quiet,
-    Readiness,
     ReceiveRoom,
     Receiving,
     Scattered,
-    Sending,
     Tick,
     WriteFailed,
     Wrote,
 )
+from disagg_kv.core.base import Finished, Offered
 from disagg_kv.core.cells import Table
 from disagg_kv.core.peers.tables import KNOWN, Ended, Known, Replaced, Shut
 from disagg_kv.core.room.flow import room_head
 from disagg_kv.core.room.machine import Machine
+from disagg_kv.core.room.rows import Readiness
+from disagg_kv.core.room.tables import RECEIVING, SENDING, Sending
 from disagg_kv.core.wire.frames import (
     Abort,
     ChunkReady,

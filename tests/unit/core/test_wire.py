@@ -10,7 +10,6 @@ from disagg_kv.core.wire.frames import LEAST_RATE, MOST_RATE, SLOWEST_S, WireCom
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Shard, Site, shard, stages
 from disagg_kv.ids import GroupId, LayerId
-from disagg_kv.planning import Segment
 
 KV = CacheSpec.kv(4, 8, 16, "bfloat16", v_head_dim=8, v_dtype="int8", model=b"m")
 MIXED = CacheSpec(
@@ -49,14 +48,6 @@ def test_specs_shards_and_sites_come_back_as_they_went(spec: CacheSpec) -> None:
 def test_equal_layers_cross_once() -> None:
     assert len(w.spec_to_wire(KV).kinds) == 1
     assert len(w.spec_to_wire(MIXED).kinds) == 3
-
-
-@pytest.mark.parametrize("box", [(0, 0, 0, 1), (2, 1, 0, 1), (0, 1, 3, 3), (0, 1, 3, 2)])
-def test_an_empty_segment_is_the_peers_error(box: tuple[int, int, int, int]) -> None:
-    for state in (False, True):
-        with pytest.raises(RemoteProtocolError, match="empty segment"):
-            w.segment_from_wire((*box, state))
-        assert w.segment_from_wire(w.segment_to_wire(Segment(1, 2, 3, 4, state))) == Segment(1, 2, 3, 4, state)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from disagg_kv.core.wire.frames import Return
 from disagg_kv.endpoints.loop.buffers import SendBuffer
 from disagg_kv.endpoints.peers.limited_log import LimitedLog
 from disagg_kv.endpoints.prefill.movers.prepared import PreparedGathers
+from sim.accounts import check_gathers, check_side
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, FiredEvent, Over, PreparingKernels
@@ -211,10 +212,10 @@ def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     rig = world(kernels)
     request = granted(rig, event)
     endpoint = rig.prefills[0].endpoint
-    endpoint.check_integrity()
+    check_side(endpoint.inspect())
     room, _ = next(iter(ahead(rig).gathers.ready))
     with pytest.raises(AssertionError, match="prepared for a room that is over"):
-        ahead(rig).check_integrity(set(endpoint.inspect().rooms.values()) - {room})
+        check_gathers(ahead(rig), set(endpoint.inspect().rooms.values()) - {room})
     event.fired = True
     request.landed()
 

@@ -398,8 +398,8 @@ def test_an_end_while_a_peer_is_being_connected_is_noticed() -> None:
     rig.turn()
     node = prefills[0].endpoint.driver.loop
     assert not node.connections.linked()
-    assert not len(node._process_monitor._watches)
-    assert not node._process_monitor.landing
+    assert not len(node._exits)
+    assert not node.landing
 
 
 class Counted(InprocTransport):

@@ -12,6 +12,7 @@ from disagg_kv.errors import CapacityError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport, LinkCost
+from sim.accounts import check_side
 from tests.support.held_links import forget
 from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
 
@@ -37,7 +38,7 @@ def states(end: object) -> dict[str, str]:
 
 def check(rig: Rig) -> None:
     for member in rig.members:
-        member.endpoint.check_integrity()
+        check_side(member.endpoint.inspect())
         member.endpoint.driver.loop.peers.check_integrity()
 
 

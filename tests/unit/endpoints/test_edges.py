@@ -27,7 +27,6 @@ from disagg_kv.endpoints import (
     PrefillEndpoint,
 )
 from disagg_kv.endpoints.peers.handshake import check_instance
-from disagg_kv.endpoints.peers.process_monitor import ProcessMonitor
 from disagg_kv.endpoints.peers.session import PeerSession
 from disagg_kv.errors import ConfigurationError, GeometryError, OversizeError
 from disagg_kv.geometry import CacheSpec
@@ -35,9 +34,9 @@ from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning.staged import _views
 from disagg_kv.rendezvous import Source
-from disagg_kv.strategies import StagedPlanner
+from disagg_kv.strategies.paths import StagedPlanner
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
-from disagg_kv.transports import InprocTransport
+from disagg_kv.transports import InprocTransport, Transports
 from disagg_kv.transports.process import LOOK_S, Process
 from tests.support.rig import Decodes, E, Memory, Prefills, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, FiredEvent, RecordingTransport
@@ -241,13 +240,13 @@ def introduced(rig: Rig) -> Hello:
     return hello
 
 
-def test_exits_of_processes_are_noticed() -> None:
+def test_exits_of_processes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer's end is observed where the host allows it, and evidence once its last writes must have landed."""
     rig = Rig(SPEC)
     rig.decode(tp_shards(SPEC, 1))
     hello = introduced(rig)
-    clock = FakeClock()
-    exits = ProcessMonitor(clock, Process.own(), Process.watch)
+    loop = rig.decodes[0].endpoint.driver.loop
+    loop.me, loop.clock = attrs.evolve(loop.me, incarnation=Incarnation()), FakeClock()
     say = "from disagg_kv.transports.process import Process as P; p = P.own(); print(p.pid, p.started, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{say}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -258,23 +257,23 @@ def test_exits_of_processes_are_noticed() -> None:
         said = [running, running, hello, msgspec.structs.replace(running, host="elsewhere"), running]
         alive, other, own, far, late = (PeerSession(one, 0.0, True) for one in said)
         for session in (alive, other, alive, own, far):
-            exits.watch(session)
-        assert exits.ended() == []
+            assert loop._unwatched(session) is None
+        assert loop.exited() == []
         child.communicate(b"\n")
         time.sleep(LOOK_S)
-    exits.watch(late)
-    exits.forget(other)
-    assert exits.ended() == [late, alive]
-    assert exits.ended() == []
-    assert exits.drained(lambda session: None) == []
-    assert exits.drained(lambda session: 1.0) == []
-    clock.advance(1.0)
-    exits.confirm(far)
-    exits.confirm(late)
-    assert exits.drained(lambda session: 1.0) == [late, alive]
-    exits.forget(late)
-    assert exits.drained(lambda session: 1.0) == [alive]
-    exits.close()
+    assert loop._unwatched(late) is None
+    loop._unlink(other)
+    assert loop.exited() == [late, alive]
+    assert loop.exited() == []
+    monkeypatch.setattr(Transports, "drain_s", None)
+    assert loop.drained() == []
+    monkeypatch.setattr(Transports, "drain_s", 1.0)
+    assert loop.drained() == []
+    loop.clock.advance(1.0)
+    assert loop.drained() == [late, alive]
+    loop._unlink(late)
+    assert loop.drained() == [alive]
+    loop._exits.clear()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from disagg_kv.ids import Role
 from disagg_kv.staging import Lease, RingStagingAllocator
 from disagg_kv.transports import InprocTransport, Process, ShmTransport, Transport, Transports, transport
 from disagg_kv.transports.process import Ending
+from sim.accounts import check_side
 from tests.support.false_hellos import FIELDS, Lying, variants
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.rig import STEP_S, Member, Memory, Request, Rig, tp_shards
@@ -165,7 +166,7 @@ class Scene:
         """Nothing happened that was not foreseen, and the innocent room is as it was."""
         assert not self.one.observer.counters["errors.unforeseen"], what
         assert all(handle.error is None for handle in self.innocent.handles), (what, self.innocent.errors())
-        self.one.endpoint.check_integrity()
+        check_side(self.one.endpoint.inspect())
 
     def end(self) -> None:
         """The innocent room ends well, and so does another one."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from disagg_kv.core import Phase
-from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, SupportsFileno
+from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.handle import ChangeQueue, RoomHandle
 from disagg_kv.errors import AbortedError, EndpointBrokenError
 from disagg_kv.geometry import CacheSpec
@@ -21,7 +21,7 @@ from tests.support.rig import Rig, tp_shards
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 
 
-def readable(endpoint: SupportsFileno, wait_s: float = 0.0) -> bool:
+def readable(endpoint: PrefillEndpoint | DecodeEndpoint, wait_s: float = 0.0) -> bool:
     """As an engine finds out."""
     return bool(select.select([endpoint], [], [], wait_s)[0])
 

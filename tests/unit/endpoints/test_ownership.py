@@ -14,7 +14,8 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
 from disagg_kv.planning import StagedLayout
 from disagg_kv.rendezvous import Source
-from disagg_kv.strategies import Job, StagedPlanner
+from disagg_kv.strategies import Job
+from disagg_kv.strategies.paths import StagedPlanner
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport

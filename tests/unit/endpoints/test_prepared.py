@@ -8,6 +8,7 @@ import pytest
 from disagg_kv.core import Phase, RoomKey
 from disagg_kv.endpoints.decode.scatter import ScatterQueue
 from disagg_kv.ids import Generation
+from sim.accounts import check_side
 from tests.support.prepared import ROW_BYTES, ROWS, SEGMENT, SEGMENTS, SPEC, granted
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import FiredEvent, PreparingKernels
@@ -181,7 +182,7 @@ def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
     request = granted(rig, event)
     prepared, endpoint = scatterer(rig).prepared.ready, rig.decodes[0].endpoint
     (key, segment), ready = next(iter(prepared.items()))
-    endpoint.check_integrity()
+    check_side(endpoint.inspect())
     for at, what in (
         ((RoomKey(key.room, Generation(99)), segment), ready),
         ((key, segment._replace(start=segment.start + 1)), ready),
@@ -190,7 +191,7 @@ def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
         kept = prepared.copy()
         prepared[at] = what
         with pytest.raises(AssertionError):
-            endpoint.check_integrity()
+            check_side(endpoint.inspect())
         prepared.clear()
         prepared.update(kept)
     event.fired = True

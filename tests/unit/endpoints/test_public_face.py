@@ -7,8 +7,8 @@ import pytest
 from disagg_kv import DecodeEndpoint, PrefillEndpoint
 
 BOTH = {
-    "check_integrity", "close", "closed", "confirm_terminated", "decides_alone", "fileno", "inspect", "open",
-    "open_rooms", "peers", "poll", "status", "usage", "wait",
+    "close", "closed", "confirm_terminated", "decides_alone", "fileno", "inspect", "open", "open_rooms", "peers",
+    "poll", "status", "usage", "wait",
 }  # fmt: skip
 
 

@@ -197,7 +197,7 @@ def test_an_epoch_that_nothing_is_known_of_is_refused(wrong: Epoch | str) -> Non
         end.confirm_terminated(wrong)
     rig.wait(1.0)
     assert only(end).ring_bytes == end.usage().quarantined_bytes > 0
-    assert not end.driver.loop._process_monitor.landing
+    assert not end.driver.loop.landing
 
 
 def test_a_receiver_that_tries_again_passes_both_on() -> None:

@@ -16,6 +16,7 @@ from disagg_kv.ids import Generation, LayerId, RoomId
 from disagg_kv.memory import Event
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.strategies import LayerPipelined
+from sim.accounts import check_side
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import FiredEvent
 
@@ -99,7 +100,7 @@ class House:
                 return
             for member in awake:
                 member.endpoint.driver.step(1.0)
-                member.endpoint.check_integrity()
+                check_side(member.endpoint.inspect())
         raise AssertionError("they do not come to rest")
 
     def step(self, stops: dict[Request, tuple[int, int]]) -> ForwardPass:

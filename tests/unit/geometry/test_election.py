@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, Component, Holding, Shard, Share, elect, rotations, shard
+from disagg_kv.geometry import CacheSpec, Component, Holding, Shard, Share, elect, shard
+from disagg_kv.geometry.election import rotations
 from disagg_kv.ids import LayerId
 
 

@@ -17,7 +17,6 @@ def test_a_lease_is_writer_major_and_aligned() -> None:
     """Offsets and the whole are multiples of the alignment; sizes are not padded."""
     rank_plan = RankPlan.build(SPEC, BOTH, shard(SPEC))
     segment = Segment(0, 5, 0, 4)
-    assert rank_plan.writers(segment) == (0, 1)
     assert rank_plan.part_bytes(segment, Rank(1)) == 5 * 4 * 16
     assert rank_plan.lease(segment) == ({0: (0, 320), 1: (512, 320)}, 1024)
     assert rank_plan.lease(segment, 64) == ({0: (0, 320), 1: (320, 320)}, 640)
@@ -64,7 +63,7 @@ def test_a_single_row_that_only_one_replica_sends_fits_where_two_would_not() -> 
     rank_plan = RankPlan.build(spec, [shard(spec)] * 3, shard(spec))
     cut = rank_plan.cut(0, 3, range(1), Limits(16, 256))
     assert [s.rows for s in cut] == [1, 1, 1]
-    assert [rank_plan.writers(s) for s in cut] == [(2,)] * 3
+    assert [[*rank_plan.lease(s)[0]] for s in cut] == [[2]] * 3
 
 
 def test_ranges_are_stages_split_where_layers_are_missing() -> None:

@@ -11,16 +11,8 @@ from disagg_kv.cli.main import run
 from disagg_kv.errors import ConfigurationError, GeometryError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.planning import PageCopy, PairPlan, StagedLayout, Writes
-from disagg_kv.strategies import (
-    Job,
-    MoverName,
-    SlicePlanner,
-    StagedPlanner,
-    TransferPlanner,
-    explain,
-    paths,
-    register,
-)
+from disagg_kv.strategies import Job, MoverName, SlicePlanner, TransferPlanner, explain, paths, register
+from disagg_kv.strategies.paths import StagedPlanner
 from disagg_kv.testing.planner import TransferPlannerSuite
 from tests.support.rig import Memory, Rig, tp_shards
 

@@ -16,19 +16,10 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.rendezvous import Source
-from disagg_kv.strategies import (
-    AUTO,
-    Full,
-    Incremental,
-    LayerPipelined,
-    PerChunk,
-    StagedPlanner,
-    Strategy,
-    paths,
-    register,
-    registry,
-    strategy,
-)  # fmt: skip
+from disagg_kv.strategies import AUTO, Incremental, LayerPipelined, Strategy, paths, register, registry, strategy
+from disagg_kv.strategies.paths import StagedPlanner
+from disagg_kv.strategies.schedules import PerChunk
+from disagg_kv.strategies.selections import Full
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
@@ -203,7 +194,7 @@ def test_registering_a_path() -> None:
         ("courier", f"{__name__}:Courier", None),
         ("staged", "nowhere:at_all", None),
         ("broken", "nowhere:at_all", "cannot be loaded"),
-        ("other", "disagg_kv.strategies:StagedPlanner", "calls itself 'staged'"),
+        ("other", "disagg_kv.strategies.paths:StagedPlanner", "calls itself 'staged'"),
     ],
 )
 def test_installed_packages(monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str | None) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.planning import Batch, LayerRun, Pace
-from disagg_kv.strategies import Feature, LayerPipelined, PerChunk
+from disagg_kv.strategies import Feature, LayerPipelined
+from disagg_kv.strategies.schedules import PerChunk
 
 PACE = Pace(1e-6, 1e9, 1e-4)
 

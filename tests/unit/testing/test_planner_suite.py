@@ -6,14 +6,8 @@ import pytest
 from attrs import evolve
 
 from disagg_kv.planning import PairPlan, StagedLayout, Writes
-from disagg_kv.strategies import (
-    DirectPlanner,
-    Job,
-    MappedPlanner,
-    SlicePlanner,
-    StagedPlanner,
-    TransferPlanner,
-)
+from disagg_kv.strategies import Job, SlicePlanner, TransferPlanner
+from disagg_kv.strategies.paths import DirectPlanner, MappedPlanner, StagedPlanner
 from disagg_kv.testing.planner import CASES, Transfer, TransferPlannerSuite
 
 

@@ -7,7 +7,7 @@ from attrs import frozen
 from ...errors import DisaggKVError
 from ...ids import Epoch
 from ..base import Lost
-from ..wire.frames import Frame, Hello
+from ..wire.frames import Frame
 from .known_peers import Forgotten
 
 
@@ -23,12 +23,7 @@ class SendTo:
 class Up:
     """An endpoint is alive, and both sides can work together."""
 
-    hello: Hello
-
-    @property
-    def epoch(self) -> Epoch:
-        """Its incarnation."""
-        return Epoch(self.hello.src)
+    peer: Epoch
 
 
 @frozen

@@ -86,7 +86,7 @@ class PeerTable(KnownPeers[P]):
         self._dials = Dials(options, lambda: hello(b""))
         self._answers_to = Answers(self.MAX_FORGOTTEN)
         self._refusals = Refusals()
-        self.dropped = self.displaced = 0
+        self.displaced = 0
 
     def use(self, epoch: Epoch, now: float) -> P | None:
         """A room depends on an incarnation: its silence counts from now on. None: it is not known.
@@ -153,7 +153,6 @@ class PeerTable(KnownPeers[P]):
         epoch = Epoch(hello.src)
         known = self._peers.get(epoch)
         if epoch == self._epoch or self._forgotten.get(epoch) == NEVER:
-            self.dropped += 1
             return []
         # A repetition of an admitted Hello need not be checked again; every field but its receiver is compared.
         if known is None or not (known.over or structs.replace(known.hello, dst=hello.dst) == hello):
@@ -167,7 +166,6 @@ class PeerTable(KnownPeers[P]):
                 return self._refuse(hello, IncompatiblePeerError("hello", "valid", str(exc)), now)
             # An incarnation never changes.
             if known is not None or self._stale(hello):
-                self.dropped += 1
                 return []
         if known is not None:
             return self._handle(known, hello, now)
@@ -175,7 +173,7 @@ class PeerTable(KnownPeers[P]):
         if not self._make_room(now, out):
             return out + self._refuse(hello, self._used_up(), now)
         self._meet(self._new(hello, now, hello.dst == self._epoch), now)
-        return [*out, *self._introduce(hello), Up(hello)]
+        return [*out, *self._introduce(hello), Up(epoch)]
 
     def _introduce(self, hello: Hello) -> list[PeerEffect]:
         """The sender of a ``Hello`` knows us, or learns who we are."""
@@ -233,7 +231,6 @@ class PeerTable(KnownPeers[P]):
         return [*out, SendTo(address, Disconnected(src=self._epoch, dst=peer.epoch))]
 
     def _refuse(self, hello: Hello, exc: IncompatiblePeerError | CapacityError, now: float) -> list[PeerEffect]:
-        self.dropped += 1
         refused, error = refusal(exc, self._epoch, hello, self._address), exc.about(hello.name, **hello.who)
         out: list[PeerEffect] = [SendTo(hello.address, refused)] if self._answers_to.may(hello.address, now) else []
         if out and Epoch(hello.src) not in self._peers:
@@ -252,7 +249,6 @@ class PeerTable(KnownPeers[P]):
     def on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
         """A peer cannot work with us, or its transport no longer reaches us. Its own ``Hello`` may show it before."""
         if refused.dst != self._epoch:
-            self.dropped += 1
             return []
         error, out = error_of(refused), list[PeerEffect]()
         if refused.field in (LINK, LINKS):
@@ -273,7 +269,6 @@ class PeerTable(KnownPeers[P]):
         if peer is None and frame.dst == self._epoch and self._refusals.ends_a_room(frame):
             return True, []
         if peer is None or (frame.dst != self._epoch and not peer.over):
-            self.dropped += 1
             address = self._forgotten.get(epoch, NEVER) if peer is None else peer.hello.address
             if address == NEVER or not self._answers_to.may(address, now):
                 return False, []
@@ -303,10 +298,6 @@ class PeerTable(KnownPeers[P]):
         return effects
 
     def _on_ignore(self, peer: P, event: object, now: float) -> list[PeerEffect]:
-        return []
-
-    def _on_drop(self, peer: P, frame: Frame, now: float) -> list[PeerEffect]:
-        self.dropped += 1
         return []
 
     def _on_hello(self, peer: P, hello: Hello, now: float) -> list[PeerEffect]:
@@ -379,7 +370,7 @@ class PeerTable(KnownPeers[P]):
         """A lost peer has sent a frame. It gets ``Hello``, as it may wait for rooms that we gave up when we lost it."""
         peer.state, peer.closed = Known.UP, None
         self._greet(peer, now)
-        return [Up(peer.hello)]
+        return [Up(peer.epoch)]
 
     def _tell_shut(self, peer: P, now: float) -> list[PeerEffect]:
         """Send the reason as a ``Refused``, at most once a second."""

@@ -76,6 +76,6 @@ KNOWN: Table = table(
             **_ENDS,
         },
         K.SHUT: {**dict.fromkeys(_FRAMES, ("refuse", ())), Lost: ("ignore", ()), Shut: ("shut", ()), **_ENDS},
-        K.OVER: {**dict.fromkeys(_FRAMES, ("drop", ())), Lost: ("ignore", ()), Shut: ("ignore", ()), **_ENDS},
+        K.OVER: {**dict.fromkeys(_FRAMES, ("ignore", ())), Lost: ("ignore", ()), Shut: ("ignore", ()), **_ENDS},
     }
 )

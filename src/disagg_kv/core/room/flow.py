@@ -48,7 +48,6 @@ from ..wire.frames import (
     WirePace,
     words,
 )
-from ..wire.specs import segment_to_wire
 from .machine import Machine, ours
 from .outbound import OutboundSegment, OutboundSegments, SegmentStep
 from .rows import Readiness
@@ -237,7 +236,7 @@ class Flow(Machine[Sending]):
         assert self.plan is not None
         self.outbound.move(part, SegmentStep.ASKED)
         part.asked_ready = ready
-        request = StagingRequest(**self._head, segment=segment_to_wire(segment), ask=part.ask, ready=ready)
+        request = StagingRequest(**self._head, segment=segment, ask=part.ask, ready=ready)
         # Its number says that the grant before it is given back.
         self._repeat.stop(("return", segment))
         self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
@@ -249,7 +248,7 @@ class Flow(Machine[Sending]):
             # A repetition is harmless: the queue replaces a pending one, and `begin` rejects one that has started.
             self._out.append(self._transfer(segment, part))
         elif readiness is Readiness.WITHDRAWN and part.grant is not None:
-            back = Return(**self._head, segment=segment_to_wire(segment), ask=part.ask)
+            back = Return(**self._head, segment=segment, ask=part.ask)
             self._out.append(self._repeat.start(("return", segment), Send(self.peer, back), self.now))
             self.outbound.move(part, SegmentStep.PLANNED)
             part.grant, part.ask = None, part.ask + 1
@@ -291,7 +290,7 @@ class Flow(Machine[Sending]):
         part = self.outbound[event.segment]
         self.outbound.move(part, SegmentStep.ANNOUNCED)
         lease = None if part.grant is None else part.grant.lease
-        notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
+        notice = ChunkReady(**self._head, segment=event.segment, lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
         self._check_finished()
 

@@ -49,7 +49,6 @@ from ..base import (
 )
 from ..wire.frames import (
     Abort,
-    Box,
     ChunkReady,
     Complete,
     Done,
@@ -67,7 +66,6 @@ from ..wire.frames import (
     WirePace,
     words,
 )
-from ..wire.specs import segment_from_wire, segment_to_wire
 from ..wire.verify import unlike
 from .draining import DrainingRoom
 from .inbound import InboundSegment, Writer, chosen, misplaced, unopened, waited_for
@@ -157,7 +155,7 @@ class ReceiveRoom(DrainingRoom):
         self.state = Receiving.MOVING
         self._claim_by = self.now + self._options.claim_s
         a = self._awaited
-        self._rank_plan = self._rank_plan.for_rows(a.rows)
+        self._rank_plan = self._rank_plan.for_rows(RowRange(a.start, a.stop))
         self._floor = self._rank_plan.floor(a.start)
         self.exposed = a.tables is not None
         if not self.exposed or a.verify != "off":
@@ -213,14 +211,14 @@ class ReceiveRoom(DrainingRoom):
         if self._awaited.tables is not None:
             self._refuse(w, f"must not use staging memory: the path is {self._awaited.path!r}")
             return
-        if w.open >= self._options.window and Segment(*event.segment) not in self.inbound:
+        segment = Segment(*event.segment)
+        if w.open >= self._options.window and segment not in self.inbound:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
-            self._send(w, Queued(**w.head, segment=event.segment))
+            self._send(w, Queued(**w.head, segment=segment))
             return
-        part = self._part(w, event.segment)
+        part = self._part(w, segment)
         if part is None:
             return
-        segment = segment_from_wire(event.segment)
         if w.rank in part.arrived:
             self._send_landed(w, segment)
             return
@@ -236,16 +234,17 @@ class ReceiveRoom(DrainingRoom):
             self._prepare(segment, part)
             return
         if again:
-            self._send(w, Queued(**w.head, segment=event.segment))
+            self._send(w, Queued(**w.head, segment=segment))
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
 
-    def _part(self, w: Writer, box: Box) -> InboundSegment | None:
+    def _part(self, w: Writer, segment: Segment) -> InboundSegment | None:
         """The segment in hand, new or not; None: it was answered, or it has failed the room."""
         assert self._awaited is not None
         assert self._rank_plan is not None
         rows = range(self._floor, self._awaited.most if self._stop is None else self._stop)
         try:
-            segment = segment_from_wire(box)
+            if segment.start >= segment.stop or segment.first >= segment.last:
+                raise RemoteProtocolError(f"an empty segment: {segment}")
             if segment not in self.inbound and self.inbound.has_placed(segment):
                 self._send_landed(w, segment)
                 return None
@@ -267,7 +266,7 @@ class ReceiveRoom(DrainingRoom):
         offset, nbytes = part.offsets[w.rank]
         grant = Grant(
             **w.head,
-            segment=segment_to_wire(segment),
+            segment=segment,
             ask=part.asks[w.rank],
             lease=part.lease.start,
             offset=part.lease.offset + offset,
@@ -282,7 +281,7 @@ class ReceiveRoom(DrainingRoom):
     def _on_given_back(self, event: Return) -> None:
         """A writer returns what it was granted."""
         w, segment = self._writer(event), Segment(*event.segment)
-        self._send(w, Returned(**w.head, segment=event.segment, ask=event.ask))
+        self._send(w, Returned(**w.head, segment=segment, ask=event.ask))
         part = self.inbound.get(segment)
         if part is None or w.rank in part.arrived or part.asks.get(w.rank) != event.ask:
             return
@@ -292,14 +291,13 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_chunk_ready(self, event: ChunkReady) -> None:
         assert self._awaited is not None
-        w = self._writer(event)
+        w, segment = self._writer(event), Segment(*event.segment)
         if event.lease is None and self._awaited.tables is None:
             self._refuse(w, "wrote to pages that were not exposed")
             return
-        part = self._part(w, event.segment)
+        part = self._part(w, segment)
         if part is None:
             return
-        segment = segment_from_wire(event.segment)
         if event.lease is not None and not part.granted(w.rank, event.lease):
             self._refuse(w, f"used lease {event.lease} of {segment}")
             return
@@ -367,7 +365,9 @@ class ReceiveRoom(DrainingRoom):
         writers = self.writers.values()
         done = all(w.complete for w in writers)
         landed = self.inbound.segments_placed > 0 and not self.inbound
-        known = landed and not self._awaited.needs_ends and self._transports_known
+        # Whether every writer has to say how the room ends: at which row, or with which aux data.
+        needs_ends = self._awaited.stop is None or self._awaited.aux_bytes > 0
+        known = landed and not needs_ends and self._transports_known
         if self.inbound.scattering or not (done or known):
             return
         assert self._stop is not None
@@ -472,7 +472,7 @@ class ReceiveRoom(DrainingRoom):
         self._fail(ours(event.error, self._name()))
 
     def _send_landed(self, w: Writer, segment: Segment) -> None:
-        self._send(w, Landed(**w.head, segments=(segment_to_wire(segment),)))
+        self._send(w, Landed(**w.head, segments=(segment,)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""

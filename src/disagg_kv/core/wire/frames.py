@@ -76,8 +76,7 @@ WireFlags = tuple[U, Count, Annotated[int, Meta(ge=1, le=2**62)]]
 """Of the receiver's flag page: the first of consecutive slots, how many they are, and the value of the first."""
 
 Box = tuple[U, U, U, U, bool]
-"""A segment: start, stop, first, last, state."""
-
+"""A :class:`~disagg_kv.planning.Segment`, which is such a tuple."""
 
 Stride = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 WirePlane = tuple[Layer, Name, Name, U, U, U, U, U, Stride, Stride, Stride]

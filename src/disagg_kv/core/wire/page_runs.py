@@ -57,28 +57,18 @@ def size_of(table: WireTable) -> int:
     return RUN * table.runs if table.runs else ID * table.count
 
 
-def named(tables: Iterable[WireTable]) -> int:
-    """Page ids of all tables."""
-    return sum(table.count for table in tables)
-
-
-def total(tables: Iterable[WireTable]) -> int:
-    """Bytes of the pages of all tables."""
-    return sum(map(size_of, tables))
-
-
 def excess(tables: Sequence[WireTable], most: int) -> OversizeError | None:
     """Why a request cannot expose these pages: more than ``most`` page ids, or more bytes than one frame carries."""
-    if (count := named(tables)) > most:
+    if (count := sum(table.count for table in tables)) > most:
         return OversizeError("page ids of one request (request_pages)", count, most, "ids")
-    if (nbytes := total(tables)) > MAX_TABLE:
+    if (nbytes := sum(map(size_of, tables))) > MAX_TABLE:
         return OversizeError("bytes of page tables in one frame", nbytes, MAX_TABLE)
     return None
 
 
 def check_tables(tables: Sequence[WireTable], most: int) -> None:
     """Raise a RemoteProtocolError unless the tables can be, and name at most ``most`` page ids; before any is read."""
-    if (count := named(tables)) > most:
+    if (count := sum(table.count for table in tables)) > most:
         raise RemoteProtocolError(f"{count} page ids of one request; at most {most} are allowed (request_pages)")
     if len({table.group for table in tables}) < len(tables):
         raise RemoteProtocolError(f"page tables of groups {[t.group for t in tables]}: one is given twice")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ...errors import ConfigurationError, RemoteProtocolError
 from ...geometry import CacheSpec, Component, Group, Holding, Plane, Shard, Site
 from ...ids import GroupId, LayerId
-from ...planning import Segment
-from .frames import MAX_ENTRIES, Box, WireComponent, WireHolding, WireSite, WireSpec
+from .frames import MAX_ENTRIES, WireComponent, WireHolding, WireSite, WireSpec
 from .runs import (
     check_total,
     layers_from_runs,
@@ -21,19 +20,6 @@ from .runs import (
 
 MAX_HELD = 4 * MAX_ENTRIES
 """Most layers of all holdings of the ranks of an instance; ranks that hold the same count once."""
-
-
-def segment_to_wire(segment: Segment) -> Box:
-    """Four numbers, and whether the rows are those of states."""
-    return (segment.start, segment.stop, segment.first, segment.last, segment.state)
-
-
-def segment_from_wire(box: Box) -> Segment:
-    """A segment that is not empty."""
-    segment = Segment(*box)
-    if segment.start >= segment.stop or segment.first >= segment.last:
-        raise RemoteProtocolError(f"an empty segment: rows {box[0]}-{box[1]}, layers {box[2]}-{box[3]}")
-    return segment
 
 
 def spec_to_wire(spec: CacheSpec) -> WireSpec:

@@ -3,9 +3,9 @@
 A room takes one path for all prefill ranks that send rows of it here. ``Expect`` names it.
 
 Both sides have to know a path. Where that leaves one, as a side asked for it by name, it is taken. Else the rule of
-``auto`` holds, :data:`~disagg_kv.strategies.AUTO_ORDER`: copies into mapped pages, if each of these ranks announces
-that our pool is mapped there; else staging memory; else single writes into exposed pages. A rank announces it with the
-answer to the first ``Expect`` that it gets, so the first room is staged.
+``auto`` holds, :data:`~disagg_kv.strategies.registry.AUTO_ORDER`: copies into mapped pages, if each of these ranks
+announces that our pool is mapped there; else staging memory; else single writes into exposed pages. A rank announces it
+with the answer to the first ``Expect`` that it gets, so the first room is staged.
 """
 
 from __future__ import annotations

@@ -497,4 +497,3 @@ class DecodeSide(Side):
         for room in self.rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()
-        self.scatters.check_integrity(self.queue, self.rooms.values())

@@ -10,7 +10,7 @@ of its loop, and takes what has ended (``outcome``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, frozen
 
@@ -18,11 +18,10 @@ from ... import arguments
 from ...core import Prepare, RoomKey, Scatter, Scattered
 from ...errors import IntegrityError
 from ...geometry import read_as
-from ...ids import Epoch, Rank
+from ...ids import Rank
 from ...kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import PairPlan, RowRange, Segment
-from ...staging import GrantQueue
 from ...strategies import Job
 from ...trace import Span
 from ..checksums import compare, layer_sums
@@ -355,19 +354,3 @@ class ScatterQueue:
             source = read_as(room.remotes[rank].site, self._pool.site.spec)
             found = room.pairs[rank] = room.plans.pair(rotation, rank, source, rows)
         return found
-
-    def check_integrity(self, leases: GrantQueue[Epoch, _At], rooms: Collection[DecodeRoom]) -> None:
-        """Raise AssertionError unless all that is prepared, or will be, lies in a lease of one of these rooms."""
-        waiting, ready = self.prepared.waiting, self.prepared.ready
-        if not waiting and not ready:
-            return
-        assert not waiting.keys() & ready.keys()
-        assert all(room in rooms for room, _ in waiting.values()), "to be prepared for a room that is over"
-        known = {room.key: room for room in rooms}
-        places = [(at, effect.parts) for at, (_, effect) in waiting.items()]
-        for at, parts in [*places, *((at, one.condition) for at, one in ready.items())]:
-            room, lease = known.get(at[0]), leases.granted(at)
-            assert room is not None, f"prepared for a room that is over: {at}"
-            assert room.machine.error is None, f"prepared for a room that has failed: {at}"
-            assert lease is not None, f"prepared without a lease: {at}"
-            assert all(lease.offset <= base < lease.offset + lease.nbytes for base in parts.values()), at

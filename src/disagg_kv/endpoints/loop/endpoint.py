@@ -152,7 +152,17 @@ class Endpoint(ABC, Generic[H, S]):
         return self.driver.wait(wanted, lambda: bool(self._changes) or self.driver.broken is not None)
 
     def fileno(self) -> int:
-        """See :meth:`~disagg_kv.endpoints.api.SupportsFileno.fileno`."""
+        """Return a descriptor that is readable while ``poll`` has something to return or to raise.
+
+        ``select``, ``epoll`` and asyncio's ``add_reader`` take the endpoint as it is.
+
+        It is created by the first call; without one it costs nothing. ``poll`` makes it unreadable, and may return
+        nothing after all. Only wait for it: do not read or close it. It stays open as long as the endpoint object
+        exists, also after ``close``.
+
+        Raises:
+            LocalProtocolError: this is a forked child of the process that has the endpoint.
+        """
         self._loop.home.check()
         descriptor = self._changes.fileno()
         if self.driver.broken is not None:  # perhaps before the endpoint's thread could see the descriptor
@@ -203,10 +213,6 @@ class Endpoint(ABC, Generic[H, S]):
         found = tuple(_shown(handle, now) for handle in islice(live, most))
         peers = tuple(self.peers())
         return EndpointStatus(me.role, me.instance, me.rank, me.address, self._state(), self.usage(), found, peers)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""
-        self._side.check_integrity()
 
     def inspect(self) -> S:
         """What it knows, live, for tests and for the simulator, which look at it between two steps and change nothing.

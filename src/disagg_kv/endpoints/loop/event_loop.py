@@ -27,7 +27,7 @@ from ...transports import Failed, Home, PeerLost
 from ..peers.background import Background
 from ..peers.directory import Directory, LookupResult
 from ..peers.handshake import EndpointInfo, check_key
-from ..peers.session import Link, PeerSession
+from ..peers.session import Link
 from .buffers import ReceiveBuffer
 from .peering import Peering
 from .ranks import InstanceRanks
@@ -179,7 +179,7 @@ class EventLoop(Peering):
             self.failures.met(exc)
         if due or helped:
             self._all(self._take_links, self.take_answers)
-        if due or self.commands or self._process_monitor.landing:
+        if due or self.commands or self.landing:
             self._all(self._notice_exits)
         if due:
             self._ticked_at = self.now
@@ -382,16 +382,11 @@ class EventLoop(Peering):
             self._gone(session)
 
     def _notice_exits(self) -> None:
-        for session in self._process_monitor.ended(at_once=bool(self.commands)):
+        for session in self.exited(at_once=bool(self.commands)):
             self._hear_last()
             self.lose(session.epoch, self._lost(session.epoch, "its process has ended"), ended=True)
-        if self._process_monitor.landing:
-            for session in self._process_monitor.drained(self._drain_s):
-                self._gone(session)
-
-    def _drain_s(self, session: PeerSession) -> float | None:
-        """When the last writes of a peer that has ended must have landed; of one without a link, over any transport."""
-        return self.me.transports.drain_s if session.carrier is None else session.carrier.caps.drain_s
+        for session in self.drained() if self.landing else ():
+            self._gone(session)
 
     def _on_closed(self, frame: Disconnected) -> None:
         """A peer has closed. What it wrote has landed; what is written to it ends by the reports of our transport."""
@@ -433,7 +428,7 @@ class EventLoop(Peering):
         with ExitStack() as last:
             last.callback(self.directory.close, until)
             last.callback(self.channel.close)
-            last.callback(self._process_monitor.close)
+            last.callback(self._exits.clear)
             last.callback(self.connections.close, until, partial(self._close_transport, until))
             # An endpoint that broke may have been interrupted in a write that it does not know of.
             if self.failures.broken is None and (self.me.role == "decode" or not self.sessions.holding):

@@ -26,13 +26,13 @@ from ...errors import DisaggKVError, PeerLostError, RemoteProtocolError, Transpo
 from ...ids import Epoch
 from ...trace import Guarded, Observer, Silent
 from ...transports import Carrier
+from ...transports.process import Exits, Process
 from ..peers.background import Background
 from ..peers.connections import Connections, ConnectResult
 from ..peers.handshake import EndpointInfo, RemoteEndpoint
 from ..peers.limited_log import LimitedLog
 from ..peers.link_budget import budget_of
 from ..peers.mapping import open_decode
-from ..peers.process_monitor import ProcessMonitor
 from ..peers.session import PeerSession, Sessions
 from .buffers import SendBuffer
 from .failures import Failures
@@ -48,7 +48,10 @@ A = TypeVarTuple("A")
 
 
 class Peering:
-    """The base of :class:`~.event_loop.EventLoop`, which has time, messages and commands; one thread at a time."""
+    """The base of :class:`~.event_loop.EventLoop`, which has time, messages and commands; one thread at a time.
+
+    ``landing``: the peers whose end was seen or confirmed, and when. Their last writes may not have landed.
+    """
 
     ranks: InstanceRanks
     side: Side
@@ -79,7 +82,9 @@ class Peering:
         self._helped = False
         self.connections = Connections(me.transports, helpers, self._on_help, clock, self.observer, options, ready)
         self.sessions = Sessions(self.peers, options, clock)
-        self._process_monitor = ProcessMonitor(clock, me.incarnation.process, me.incarnation.watch)
+        self._exits: Exits[PeerSession] = Exits()
+        self._ended: list[PeerSession] = []  # since they were asked for
+        self.landing: dict[PeerSession, float] = {}
 
     def _on_help(self) -> None:
         """On a helper thread: a call that may block has returned."""
@@ -111,8 +116,8 @@ class Peering:
             match effect:
                 case SendTo(address, frame):
                     self._send_buffer.put(address, self.codec.encode(frame))
-                case Up():
-                    self._up(effect.epoch)
+                case Up(epoch):
+                    self._up(epoch)
                 case Greeted(epoch):
                     if epoch not in self.ranks:
                         self.side.on_greeted(epoch)
@@ -156,13 +161,47 @@ class Peering:
     def _unwatched(self, session: PeerSession) -> DisaggKVError | None:
         """Watch the process of a peer that was reached; why that cannot be now, and its link is dropped then.
 
-        Not before it is reached: until then it writes nothing here. An end meanwhile is noticed now.
+        Not before it is reached: until then it writes nothing here. An end meanwhile is noticed now. Of a process of
+        another host only its operator can know. One of our own process never ends before us.
         """
+        hello, me = session.hello, self.me.incarnation
+        process = Process(hello.pid, hello.started, hello.host)
+        if process == me.process or session in self._exits or session in self.landing:
+            return None
         try:
-            self._process_monitor.watch(session)
+            self._exits.add(session, me.watch(process))
         except TransportError as exc:
-            return self.connections.refuse(session, exc)
+            return self.connections.refuse(session, exc) if exc.retryable else None
+        except PeerLostError:
+            self._end(session)
         return None
+
+    def exited(self, *, at_once: bool = False) -> list[PeerSession]:
+        """Peers whose process has ended since the last call; unless ``at_once``, an end a moment ago may be missing.
+
+        That is evidence where silence is not.
+        """
+        if len(self._exits) or self._ended:
+            for session in self._exits.ended(at_once=at_once):
+                self._end(session)
+        found, self._ended = self._ended, []
+        return found
+
+    def _end(self, session: PeerSession) -> None:
+        self.landing.setdefault(session, self.clock())
+        self._ended.append(session)
+
+    def drained(self) -> list[PeerSession]:
+        """Peers whose last writes have landed: they ended ``drain_s`` of their transport ago, where that is known.
+
+        A peer without a link may have written over any transport: the longest ``drain_s`` counts.
+        """
+        found, now, longest_s = [], self.clock(), self.me.transports.drain_s
+        for session, ended_at in self.landing.items():
+            drain_s = longest_s if session.carrier is None else session.carrier.caps.drain_s
+            if drain_s is not None and now - ended_at >= drain_s:
+                found.append(session)
+        return found
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""
@@ -197,7 +236,7 @@ class Peering:
         """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
         self.lose(epoch, self._lost(epoch, "its end was confirmed"), ended=True)
         if (session := self.peers.known(epoch)) is not None:
-            self._process_monitor.confirm(session)
+            self.landing.setdefault(session, self.clock())
 
     def _lost(self, epoch: Epoch, reason: str) -> PeerLostError:
         return PeerLostError(f"{self.sessions.name(epoch)}: {reason}", **self.sessions.who(epoch))
@@ -208,8 +247,9 @@ class Peering:
         self._unlink(session)
 
     def _unlink(self, session: PeerSession) -> None:
-        """No evidence about this peer is awaited any more."""
-        self._process_monitor.forget(session)
+        """No evidence about this peer is awaited any more: it was used, or nothing is owed to the peer."""
+        self.landing.pop(session, None)
+        self._exits.remove(session)
         self.connections.drop(session)
 
     def send(self, send: Send) -> None:

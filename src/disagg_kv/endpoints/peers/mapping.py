@@ -67,14 +67,7 @@ def open_decode(me: EndpointInfo, carrier: Carrier, hello: Hello) -> Mapping:
     if not any(map(exposes_pages, me.paths)):
         return UNMAPPED
     maps = any(path.mover == "mapped" for path in me.paths)
-    return open_peer(carrier, remote, me.device, maps, partial(me.prepare, remote.spec))
-
-
-def open_peer(
-    carrier: Carrier, remote: RemoteEndpoint, device: str, maps: bool, prepare: Callable[[MappedPool], None]
-) -> Mapping:
-    """What of a connected peer's memory this process opens: its pool, if a path ``maps`` it, and its flag page."""
-    pool = map_pool(carrier, remote, device, prepare) if maps else UNMAPPED
+    pool = map_pool(carrier, remote, me.device, partial(me.prepare, remote.spec)) if maps else UNMAPPED
     return attrs.evolve(pool, flags=open_flags(carrier, remote))
 
 

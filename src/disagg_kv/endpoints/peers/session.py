@@ -74,7 +74,6 @@ class PeerSession(KnownPeer):
         remote: of a peer of the other side: what it announced, while rooms may be bound to it.
         link: between the transport and it; None: there is none.
         failed_at, failed: when and why an attempt to connect it has failed last.
-        ended_at: when the end of its process was seen or confirmed; None: it was not, or its evidence was used.
         held: memory of failed rooms that waits for evidence about it.
         plans: between the two instances, once a room has needed them.
         pace: on decode, how fast it has written, by its last word.
@@ -87,7 +86,6 @@ class PeerSession(KnownPeer):
     link: Link | None = None
     failed_at: float = 0.0
     failed: DisaggKVError | None = None
-    ended_at: float | None = None
     held: dict[RoomKey, HeldMemory] = field(factory=dict)
     plans: InstancePlans | None = None
     pace: WirePace | None = None

@@ -235,7 +235,7 @@ class LayerGroups:
 
 
 class ForwardPass:
-    """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.api.Step`.
+    """One forward pass over many rooms.
 
     The endpoint's thread takes the interpreter away from an engine that launches kernels. So it is woken by a layer
     that completes a group, and not by one after which nothing more can cross than before; and as soon as it is known
@@ -272,7 +272,26 @@ class ForwardPass:
         return f"<ForwardPass of {len(self._handed)} rooms: {layers}{', closed' if self._closed else ''}>"
 
     def layer_ready(self, layer: int, ready: Event | Mark | None = None) -> bool:
-        """See :meth:`~disagg_kv.endpoints.api.Step.layer_ready`."""
+        """Declare the rows of one layer final for all rooms of the pass. Layers come in any order, each once.
+
+        Creating an event costs time, and only some layers need one. With a function as ``ready``, the pass creates
+        events only for layers that may complete a group. It calls the function before this method returns. The other
+        layers count as final at the next event that is created, at the latest in ``close``. So all functions of a pass
+        must create events of one stream, on which the layers are computed.
+
+        Args:
+            layer: the layer.
+            ready: an event that fires when the rows are final, or a function that creates such an event; None: the rows
+                are final now.
+
+        Returns False if everything is sent at ``close`` only. The engine may then skip the remaining layers. Unless it
+        gave functions, it must give ``close`` an event that follows all layers.
+
+        Raises:
+            ConfigurationError: the function raises, or returns no event.
+            GeometryError: the layer is not on this rank.
+            LocalProtocolError: the layer was declared before, or the pass is closed.
+        """
         layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
         if layer not in self._layers:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
@@ -312,7 +331,15 @@ class ForwardPass:
             self._driver.drive()
 
     def close(self, ready: Event | None = None) -> None:
-        """See :meth:`~disagg_kv.endpoints.api.Step.close`."""
+        """End the pass: all layers that were not declared are final at ``ready``.
+
+        Args:
+            ready: fires when the rows are final. None: they are final now; or, if ``layer_ready`` was given functions,
+                once their stream has done all work that is queued now.
+
+        Raises:
+            LocalProtocolError: called twice.
+        """
         arguments.event(ready, "ready")
         if self._closed:
             raise LocalProtocolError("the step is closed already")

@@ -111,8 +111,3 @@ class TransferQueue:
         if self.mapped.running:
             self.mapped.look()
         self.staged.look()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the accounts contradict each other."""
-        self.staged.check_integrity()
-        self.mapped.check_integrity()

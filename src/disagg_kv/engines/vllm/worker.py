@@ -16,7 +16,7 @@ from math import inf
 from attrs import define, field
 
 from ...core import Phase
-from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step, room_id
+from ...endpoints import DecodeEndpoint, Delivery, Expectation, ForwardPass, PrefillEndpoint, Reception, room_id
 from ...ids import LayerId, RoomId
 from ...memory import Event
 from .params import Origin
@@ -121,7 +121,7 @@ class WorkerSide:
         self._closing: dict[RoomId, Delivery | Reception] = {}
         self._unopened: set[str] = set()
         self._results = Results()
-        self._step: Step | None = None
+        self._step: ForwardPass | None = None
         self._idle = False
         self._computing: dict[str, Chunk] = {}
         self.counters = Counters()

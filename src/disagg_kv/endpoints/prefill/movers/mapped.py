@@ -197,10 +197,3 @@ class MappedMover:
         del _RUNNING[one]
         for post in one.posts:
             self._posts.ended(post, one, error, quiet=True)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless exactly the posts of copies that may still run count as such."""
-        copying = {post for one in (*self.running, *self.failed) for post in one.posts}
-        known = {post for posts in self._posts.of_room.values() for post in posts}
-        of_copies = {post for post in known if any(isinstance(o, Copying) for o in (*post.moving, *post.unquiet))}
-        assert copying == of_copies, (copying, of_copies)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 from attrs import frozen
 
@@ -146,15 +146,3 @@ class PreparedGathers:
             where.append((transfer, place))
         gather = self._kernels.prepare_gather(pool, list(moves.values()), self._staging)
         return None if gather is None else (where, gather)
-
-    def check_integrity(self, rooms: Container[PrefillRoom]) -> None:
-        """Raise AssertionError unless all of it is for these rooms, which may still succeed."""
-        waiting, ready = self.gathers.waiting, self.gathers.ready
-        if not waiting and not ready and not self.planned:
-            return
-        assert all([*waiting.values(), *self.planned.values()]), "an empty entry"
-        for key, transfers in waiting.items():
-            assert not transfers.keys() & self.planned.get(key, {}).keys(), "planned, and to be planned"
-        for key, found in ready.items():
-            assert {t.to for t, _ in found.condition} <= self.planned.get(key, {}).keys(), "a gather without its plans"
-        assert all(room in rooms for room, _ in (*waiting, *self.planned)), "prepared for a room that is over"

@@ -257,17 +257,3 @@ class StagedMover:
             else:
                 post.error = error
                 self._posts.end(post)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the accounts contradict each other."""
-        self.slots.check_integrity()
-        if not self._posts.of_room and not self.gathering:
-            assert not self.slots.in_use
-            return
-        pinned = {pin for slot in self.slots for pin in slot.pins}
-        known = {post for posts in self._posts.of_room.values() for post in posts if post.slot is not None}
-        live = {post for post in self._posts.tickets.values() if post.slot is not None}
-        live |= {post for one in self.gathering for post, _ in one.waiting}
-        assert pinned == known == live, (pinned, known, live)
-        filling = {one.slot for one in self.gathering}
-        assert filling == {slot for slot in self.slots if slot.filling}, filling
