@@ -462,10 +462,10 @@ def test_threads_may_gather_and_scatter_at_once() -> None:
 
 def test_nothing_is_compiled_for_another_request() -> None:
     """Token counts, pages, slices and the number of moves are values; only alignment and widths are code."""
-    from disagg_kv.kernels.moves.triton import gather
+    from disagg_kv.kernels.moves.triton import stage
 
     def compiled() -> int:
-        return sum(len(cache[0]) for cache in gather.device_caches.values())
+        return sum(len(cache[0]) for cache in stage.device_caches.values())
 
     spec = CacheSpec.kv(4, 8, 128, "bfloat16")
     pool = PagedPool.allocate(spec, shard(spec), pages=64, page_size=16, device="cuda")
@@ -491,10 +491,10 @@ def test_after_the_warm_up_nothing_is_compiled_for_a_first_request(
     layout: Layout, heads: int, dim: int, dtype: str
 ) -> None:
     """Whatever heads and rows it takes."""
-    from disagg_kv.kernels.moves.triton import gather, scatter
+    from disagg_kv.kernels.moves.triton import stage
 
     def compiled() -> int:
-        return sum(len(cache[0]) for kernel in (gather, scatter) for cache in kernel.device_caches.values())
+        return sum(len(cache[0]) for cache in stage.device_caches.values())
 
     spec = CacheSpec.kv(2, heads, dim, dtype)
     pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16, layout=layout, device="cuda")
