@@ -123,14 +123,41 @@ class Pair:
         tickets = [self.submit(*rows[i : i + most]) for i in range(0, len(rows), most)]
         for ticket in tickets:
             self.succeed(ticket)
+        self.note(*rows)
+
+    def land(self, ticket: Ticket, *rows: Row) -> None:
+        """Poll until a ticket for these writes ends; it must end well, and nothing else may be there."""
+        self.succeed(ticket)
+        self.note(*rows)
+        self.check()
+
+    def note(self, *rows: Row) -> None:
+        """These writes must be there."""
         for here, there, nbytes in rows:
             self.want[there : there + nbytes] = self.data[here : here + nbytes]
+
+    def listen(self) -> None:
+        """Poll the source once."""
+        self.log.add(self.source.events())
+
+    def heard(self, done: Callable[[], bool], what: str) -> None:
+        """Poll the source alone until ``done()``."""
+        wait(done, self.listen, self.timeout_s, what)
+
+    def until_lost(self) -> None:
+        """Write to the target until its loss is reported."""
+
+        def work() -> None:
+            self.submit((0, 0, len(self.data)))
+            self.listen()
+
+        wait(lambda: self.log.lost(self.peer), work, self.timeout_s, "the loss to be reported")
 
     def work(self) -> None:
         """Poll both ends, and those in ``others``, once."""
         for other in self.others:
             other.events()
-        self.log.add(self.source.events())
+        self.listen()
         self.there.add(self.target.events())
 
     def until(self, done: Callable[[], bool], what: str) -> None:
