@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from .limits import at_most
 
 POISON = 0xA5
 """What fresh target memory is filled with."""
+
+E = TypeVar("E", bound=DisaggKVError)
 
 Row = tuple[int, int, int]
 """One write between the pair's first regions: offset here, offset there, bytes."""
@@ -219,11 +222,13 @@ def same(found: U8, want: U8) -> None:
 
 
 @contextmanager
-def refused(error: type[DisaggKVError], what: str) -> Iterator[None]:
-    """The block raises ``error``; otherwise an AssertionError says that ``what`` is not refused."""
+def refused(error: type[E], what: str) -> Iterator[list[E]]:
+    """The block raises ``error``, which the list then has; else an AssertionError says that ``what`` is not refused."""
+    raised: list[E] = []
     try:
-        yield
-    except error:
+        yield raised
+    except error as one:
+        raised.append(one)
         return
     except Exception as other:
         raise AssertionError(f"{what}: refused with {other!r}, not with a {error.__name__}") from other
