@@ -32,7 +32,8 @@ from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
 from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
-from .cuda_api import Cuda, Gpu, Mark, Stream
+from .cuda_api import Gpu, Mark, Stream
+from .cuda_driver import Driver
 from .cuda_driver import driver as this_driver
 from .cuda_memory import OWNER, PLACE, CudaFlags, Opened, Owner, Place, exported, index, said, unreachable
 from .descriptor import Region, decode, pack, unpack
@@ -128,7 +129,7 @@ class CudaIpcTransport(NearSide):
     def __init__(
         self,
         *,
-        driver: Cuda | None = None,
+        driver: Driver | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:

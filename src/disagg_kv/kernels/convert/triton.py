@@ -146,7 +146,8 @@ def convert(
 
     Args:
         entries: this and the other arguments before the constants: see :mod:`..moves.triton`.
-        tiles, total: see there.
+        tiles: see there.
+        total: see there.
         element: unused.
         pieces: cells of a tile.
         aligned: twice the elements that addresses, strides and cells are multiples of, on both sides; 1: not even of
@@ -177,7 +178,6 @@ def convert(
         col = tl.arange(0, columns)
         read = there[:, None] & (col < elements)[None, :]
         f = float32_of(loaded(side(entry + 2, row, unit, there), col, read, source_bytes, aligned), source)
-
         # Words 6 and 7 of a plane say where its factors or the plane of its scales are.
         plane = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
         first_unit = tl.load(entry + 3)
