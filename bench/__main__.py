@@ -89,13 +89,11 @@ def transfer(
 
     The bytes are checked first. If they are wrong, nothing is measured and the exit code is 1.
     """
-    from disagg_kv.transports import default_transport
-
     from . import TransferShape, run_transfer
     from .transfer import steps
 
     shape = TransferShape(
-        transport=transport or default_transport(device),
+        transport=transport or ("cuda_ipc" if device.startswith("cuda") else "shm"),
         device=device,
         strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
         prefill_tp=prefill_tp,

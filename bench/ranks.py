@@ -17,7 +17,7 @@ from disagg_kv.engines.hf.demo.devices import spread
 from disagg_kv.errors import DeadlineError, DisaggKVError, PeerLostError
 from disagg_kv.ids import Role
 from disagg_kv.strategies import Explanation
-from disagg_kv.transports import transports
+from disagg_kv.transports import between_processes
 
 from .rank import Setup, serve
 from .shape import TransferShape
@@ -109,7 +109,7 @@ def started(shape: TransferShape, explanation: Explanation) -> Iterator[tuple[Ra
 
 def within_one_process(name: str) -> bool:
     """Whether a transport reaches no other process."""
-    carriers = transports(name)
+    carriers = between_processes(name)
     carriers.close(0.0)
     return all(one.caps.in_process_only for one in carriers)
 

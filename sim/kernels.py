@@ -17,7 +17,7 @@ from .events import SimEvent
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
-CPU = KERNELS["cpu"]
+CPU = KERNELS["cpu"]()
 
 MOST_PREPARED = 3
 """Launches of one rank: few, so that there are both those that are prepared and those that are not."""

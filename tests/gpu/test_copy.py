@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, Kernels, Move, PageMove, Pages, TritonKernels
+from disagg_kv.kernels import KERNELS, Kernels, Move, PageMove, Pages, triton_kernels
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.moves.triton import copy as copy_kernel
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
@@ -25,7 +25,7 @@ from tests.support.kernel_cases import CopyCase, copy_cases
 from tests.support.kernel_grid import ALIGNMENTS, buffer_on, content_of, placed
 from tests.support.pools import KV, copies, staged_layout
 
-TRITON = KERNELS["triton"]
+TRITON = triton_kernels()
 SLICES = [(0, 0, 1), (0, 2, 1), (1, 0, 2), (0, 1, 2), (0, 0, 3), (2, 1, 1)]
 PAGE_SIZES = [1, 2, 3, 4, 16, 64, 256]
 KINDS: Sequence[tuple[Layout, bool]] = [("NHD", False), ("HND", False), ("NHD", True)]
@@ -53,10 +53,10 @@ def test_memory_may_be_misaligned_on_either_side(shifts: tuple[int, int]) -> Non
 def test_a_bounded_launch_copies_the_same(programs: int) -> None:
     """Each program goes on until all is copied."""
     grid = CopyGrid.of(("NHD", False, 16), [("NHD", False, 64), ("HND", False, 16)], 16, SLICES)
-    check_copy(TritonKernels(programs), grid, "cuda")
+    check_copy(triton_kernels(programs), grid, "cuda")
 
 
-@pytest.mark.parametrize("kernels", [TRITON, KERNELS["reference"]], ids=["triton", "reference"])
+@pytest.mark.parametrize("kernels", [TRITON, KERNELS["reference"]()], ids=["triton", "reference"])
 @given(case=copy_cases())
 def test_any_strides_tables_and_moves(kernels: Kernels, case: CopyCase) -> None:
     """Every named unit arrives, states too, and no other byte changes, whatever the geometry of either pool."""
@@ -103,7 +103,7 @@ def test_pools_above_4_gib() -> None:
     layout = staged_layout([(0, 2, 2, 3, 3 + rows, 0), (1, 6, 2, 3, 3 + rows, 0)], 1)
     read = {KV: PageTable(KV, [count - 1, 0, count // 2, count - 2])}
     written = {KV: PageTable(KV, [7, count - 3, count - 1, count // 2])}
-    for kernels, target in zip((TRITON, KERNELS["reference"]), targets, strict=True):
+    for kernels, target in zip((TRITON, KERNELS["reference"]()), targets, strict=True):
         _wait(kernels.copy([PageMove(PageCopy(layout, layout), Pages(source, read), Pages(target, written))], None))
     assert torch.equal(*map(_tensor, targets))
     assert int(_tensor(targets[0]).amax()) > 0
@@ -138,7 +138,6 @@ LONG = 3_000_000_000
 def test_a_copy_waits_for_the_engines_event_and_nobody_waits_for_the_copy() -> None:
     """What the engine writes before its event arrives; each of many calls keeps its own page ids."""
     source, target = _small(), _small()
-    assert isinstance(TRITON, TritonKernels)
     TRITON.warm_copy(source, target)
     memory = _tensor(source).view(-1, 4096)
     content = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
@@ -180,7 +179,6 @@ def test_after_the_warm_up_nothing_is_compiled_and_no_pinned_memory_is_allocated
     source = PagedPool.allocate(spec, shard(spec), pages=8, page_size=64, device="cuda")
     half = PagedPool.allocate(spec, shard(spec, tp=2, rank=1), pages=32, page_size=16, device="cuda")
     target = MappedPool(half.site, half.buffers)
-    assert isinstance(TRITON, TritonKernels)
     TRITON.warm_copy(source, source)
     before = compiled()
     TRITON.warm_copy(source, target)

@@ -52,7 +52,7 @@ from tests.support.pools import KV, Bytes, copies, noise, staged_layout
 from tests.support.rig_parts import FiredEvent
 
 SLICES = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-TRITON = KERNELS["triton"]
+TRITON = KERNELS["triton"]()
 SMALL = CacheSpec.kv(1, 2, 4, "float16")
 
 
@@ -94,7 +94,7 @@ def test_runs_wider_than_a_tile_and_rows_beyond_one_tile(unit_bytes: int, units:
     check(TRITON, pool, [Move(staged_layout(entries, end), {KV: PageTable(KV, [5, 0, 3])}, 0)], end, "cuda", (0, 0))
 
 
-@pytest.mark.parametrize("kernels", [TRITON, KERNELS["reference"]], ids=["triton", "reference"])
+@pytest.mark.parametrize("kernels", [TRITON, KERNELS["reference"]()], ids=["triton", "reference"])
 @given(case=cases())
 def test_any_strides_tables_and_moves(kernels: Kernels, case: tuple[PagedPool, Bytes, list[Move], Bytes]) -> None:
     """Every named unit arrives, and no other byte of pages or staging changes, whatever the geometry."""
@@ -151,16 +151,16 @@ def test_pools_and_staging_above_4_gib() -> None:
     move = Move(layout, {KV: PageTable(KV, pages)}, base)
     staging = [_staging(base + 2 * part) for _ in range(2)]
     _wait(TRITON.gather(pools[0], [move], staging[0], None))
-    KERNELS["reference"].gather(pools[0], [move], staging[1], None)
+    KERNELS["reference"]().gather(pools[0], [move], staging[1], None)
     assert torch.equal(_tensor(staging[0]), _tensor(staging[1]))
     assert int(_tensor(staging[0])[base:].count_nonzero()) > part
-    sums = [_summed(KERNELS[name].checksum(pools[0], [move], None)) for name in ("triton", "reference")]
+    sums = [_summed(KERNELS[name]().checksum(pools[0], [move], None)) for name in ("triton", "reference")]
     assert sums[0] == sums[1]
 
     memories[0].copy_(memories[1])
     torch.cuda.synchronize()
     _wait(TRITON.scatter(pools[0], [move], staging[0]))
-    KERNELS["reference"].scatter(pools[1], [move], staging[0])
+    KERNELS["reference"]().scatter(pools[1], [move], staging[0])
     assert torch.equal(*memories)
     assert int(memories[0].amax()) > 0
 
@@ -462,10 +462,10 @@ def test_threads_may_gather_and_scatter_at_once() -> None:
 
 def test_nothing_is_compiled_for_another_request() -> None:
     """Token counts, pages, slices and the number of moves are values; only alignment and widths are code."""
-    from disagg_kv.kernels.moves.triton import gather
+    from disagg_kv.kernels.moves.triton import stage
 
     def compiled() -> int:
-        return sum(len(cache[0]) for cache in gather.device_caches.values())
+        return sum(len(cache[0]) for cache in stage.device_caches.values())
 
     spec = CacheSpec.kv(4, 8, 128, "bfloat16")
     pool = PagedPool.allocate(spec, shard(spec), pages=64, page_size=16, device="cuda")
@@ -491,10 +491,10 @@ def test_after_the_warm_up_nothing_is_compiled_for_a_first_request(
     layout: Layout, heads: int, dim: int, dtype: str
 ) -> None:
     """Whatever heads and rows it takes."""
-    from disagg_kv.kernels.moves.triton import gather, scatter
+    from disagg_kv.kernels.moves.triton import stage
 
     def compiled() -> int:
-        return sum(len(cache[0]) for kernel in (gather, scatter) for cache in kernel.device_caches.values())
+        return sum(len(cache[0]) for cache in stage.device_caches.values())
 
     spec = CacheSpec.kv(2, heads, dim, dtype)
     pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16, layout=layout, device="cuda")
@@ -531,7 +531,7 @@ def test_after_their_warm_up_no_checksum_is_compiled(layout: Layout) -> None:
             )
             sums = TRITON.checksum(pool, [move], None)
             _wait(sums.event)
-            (found,), (wanted,) = sums.read(), KERNELS["reference"].checksum(pool, [move], None).read()
+            (found,), (wanted,) = sums.read(), KERNELS["reference"]().checksum(pool, [move], None).read()
             assert found.tolist() == wanted.tolist()
     assert compiled() == before
 

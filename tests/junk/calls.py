@@ -38,7 +38,7 @@ from disagg_kv.geometry import (
     stages,
 )
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.kernels import TritonKernels
+from disagg_kv.kernels import triton_kernels
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreRendezvous
@@ -50,7 +50,6 @@ from disagg_kv.transports import (
     between_processes,
     register_transport,
     transport,
-    transports,
 )
 from tests.support.rig import KV
 
@@ -490,7 +489,7 @@ def _pool() -> PagedPool:
 covers("MappedPool.__init__", site="thing", buffers="things")(
     lambda bench: (MappedPool, {"site": _pool().site, "buffers": _pool().buffers})
 )
-plain("TritonKernels.__init__", TritonKernels, {"programs": None}, programs="count or none")
+plain("triton_kernels", triton_kernels, {"programs": None}, programs="count or none")
 plain("room_id", room_id, {"text": "req-1"}, text="name or long")
 covers("attempt_id", request="room", attempt="count")(
     lambda bench: (attempt_id, {"request": bench.room(), "attempt": 2})
@@ -629,7 +628,6 @@ covers("PagedPool.write_aux", slot="count", data="octets")(lambda bench: (_pool(
 
 plain("strategy", strategy, {"name": "auto"}, name="thing")
 plain("transport", transport, {"name": "inproc"}, name="thing")
-plain("transports", transports, {"name": "inproc"}, name="thing")
 plain("between_processes", lambda name, device, host: between_processes(name, device, host),
       {"name": "inproc", "device": "cpu", "host": ""}, name="thing", device="thing", host="text")  # fmt: skip
 plain("Transports", Transports, {"several": [InprocTransport()]}, several="things")

@@ -80,7 +80,7 @@ def _run(source: Buffer, target: Buffer) -> None:
     pools = [adopted(spec, shard(spec), [group], [plane], [buffer]) for buffer in (source, target)]
     layout = staged_layout([(0, 0, 1, 0, 1, 0)], source.nbytes)
     pages = [Pages(pool, {KV: PageTable(KV, [0])}) for pool in pools]
-    event = KERNELS["triton"].copy([PageMove(PageCopy(layout, layout), *pages)], None)
+    event = KERNELS["triton"]().copy([PageMove(PageCopy(layout, layout), *pages)], None)
     assert event is not None
     event.synchronize()
 

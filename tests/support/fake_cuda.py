@@ -23,6 +23,7 @@ from disagg_kv.memory import U8, Buffer, Flag
 from disagg_kv.memory.flag import raise_flags
 from disagg_kv.transports import Transport
 from disagg_kv.transports.cuda_api import Gpu, Mark, Stream
+from disagg_kv.transports.cuda_driver import Driver
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
 
 
@@ -52,8 +53,8 @@ class _Copies:
     nbytes: I64
 
 
-class FakeCuda:
-    """See :class:`disagg_kv.transports.cuda_api.Cuda`.
+class FakeCuda(Driver):
+    """All calls of the driver that the transport makes.
 
     ``broken`` names calls that fail; ``piecewise`` makes all memory such that cannot be exported; ``fired`` are the
     events that have happened; ``stuck`` keeps copies from being made. ``seen`` are the GPUs; ``apart`` are pairs of

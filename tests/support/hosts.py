@@ -43,7 +43,7 @@ from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Role, RoomId
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
-from disagg_kv.transports import transports
+from disagg_kv.transports import between_processes
 from tests.support.answering import answer
 
 ROOT = Path(__file__).parents[2]
@@ -232,7 +232,7 @@ class _Member:
         spec = CacheSpec.kv(LAYERS, HEADS, HEAD_BYTES // 4, "float32")
         shards = [shard(spec, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         pages = setup.tokens // PAGE
-        carrier = transports(setup.transport, **({setup.transport: setup.options} if setup.options else {}))
+        carrier = between_processes(setup.transport, **({setup.transport: setup.options} if setup.options else {}))
         self._setup = setup
         self._heads = slice(setup.rank * HEADS // setup.ranks, (setup.rank + 1) * HEADS // setup.ranks)
         self._pool = PagedPool.allocate(spec, shards[setup.rank], pages=pages, page_size=PAGE)

@@ -252,7 +252,7 @@ class Member:
         knobs = setup.knobs
         self.setup = setup
         self.settled()  # UCX finds a GPU through the context that this has made
-        own = {} if knobs.drain_s is None else {"drain_s": knobs.drain_s}
+        own = {} if knobs.drain_s is None else {knobs.transport: {"drain_s": knobs.drain_s}}
         inner = between_processes(knobs.transport, knobs.device, **own)
         self._transports: Transports | Sequence[Transport] = inner
         self._transport = next(iter(inner))

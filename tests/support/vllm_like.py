@@ -32,7 +32,7 @@ from disagg_kv.engines.vllm.work import StepWork
 from disagg_kv.engines.vllm.worker import WorkerSide
 from disagg_kv.ids import LayerId
 from disagg_kv.rendezvous import RequestRendezvous
-from disagg_kv.transports import transports
+from disagg_kv.transports import between_processes
 from tests.support.vllm_requests import BlockTables, Request, Status
 
 POISON = -1.0
@@ -202,13 +202,13 @@ class Engine:
             if produces:
                 sender = PrefillEndpoint(
                     pool, instance=instance, strategy=selecting(strategy), slot_bytes=BYTES // 8,
-                    transport=transports(carrier), channel=InprocChannel(hub, f"{instance}-p{rank}"), **common,
+                    transport=between_processes(carrier), channel=InprocChannel(hub, f"{instance}-p{rank}"), **common,
                 )  # fmt: skip
                 self.senders.append(sender)
             if consumes:
                 receiver = DecodeEndpoint(
                     pool, instance=decode_name(instance), strategy=selecting(strategy),
-                    ring_bytes=BYTES, transport=transports(carrier),
+                    ring_bytes=BYTES, transport=between_processes(carrier),
                     channel=InprocChannel(hub, f"{instance}-d{rank}"), **common,
                 )  # fmt: skip
                 self.receivers.append(receiver)

@@ -154,12 +154,12 @@ def automatic() -> Sequence[Finding]:
     """What transport ``auto`` gives the peers of an endpoint, by kind of memory."""
     import torch
 
-    from ..transports import transports
+    from ..transports import between_processes
 
     found = []
     for device in ("cpu", "cuda:0")[: 1 + torch.cuda.is_available()]:
         try:
-            made = transports("auto", device=device)
+            made = between_processes("auto", device, network=True)
             found.append(Finding("auto", True, f"memory on {device}: {made}"))
             made.close(0.0)
         except DisaggKVError as error:

@@ -20,14 +20,12 @@ from ..channels import Channel, Keys, UnixChannel, ZmqChannel
 from ..channels.reach import reached_at
 from ..core import Alone, Options
 from ..endpoints import DecodeEndpoint, PrefillEndpoint, threads_on
-from ..errors import ConfigurationError, StoreUnreachableError, UnknownNameError
+from ..errors import ConfigurationError, StoreUnreachableError
 from ..geometry import Shard
 from ..ids import Role
 from ..memory import Event, MemoryPool
 from ..rendezvous import EtcdRendezvous, Rendezvous, RequestRendezvous
 from ..transports import Transports, between_processes
-from ..transports.registry import AUTO
-from ..transports.several import JOIN
 from .meeting import meet_at
 from .options import EngineOptions
 from .shown import Shown
@@ -254,13 +252,7 @@ def _transport(options: EngineOptions, device: str, channel: Channel) -> Transpo
         UnknownNameError: a transport, or an option of one, of another name.
         ConfigurationError: none can move such memory.
     """
-    name, given, host = options.transport, options.transport_options, reached_at(channel.address)
-    if name == AUTO or JOIN in name:
-        return between_processes(name, device, host, **given)
-    for other in given:
-        if other != name:
-            raise UnknownNameError("transport with options", other, [name])
-    return between_processes(name, device, host, **given.get(name, {}))
+    return between_processes(options.transport, device, reached_at(channel.address), **options.transport_options)
 
 
 @contextmanager

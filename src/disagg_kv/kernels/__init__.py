@@ -13,7 +13,7 @@ from .base import (
     SupportsStreams,
     SupportsWarmUp,
 )
-from .select import KERNELS, CpuKernels, ReferenceKernels, TritonKernels, available, kernels_for
+from .select import KERNELS, CpuKernels, ReferenceKernels, available, kernels_for, triton_kernels
 
 __all__ = [
     "KERNELS",
@@ -30,7 +30,7 @@ __all__ = [
     "SupportsPreparing",
     "SupportsStreams",
     "SupportsWarmUp",
-    "TritonKernels",
     "available",
     "kernels_for",
+    "triton_kernels",
 ]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import evolve
 
-from .. import arguments
 from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CONVERSION_NAMES, CacheSpec, PageTable, shard
 from ..ids import KV
@@ -22,7 +20,6 @@ from ..memory import (
     Flag,
     MappedPool,
     MemoryPool,
-    PagedMemory,
     PagedPool,
     bytes_of,
     new_buffer,
@@ -30,14 +27,14 @@ from ..memory import (
 )
 from ..memory.flag import raise_flags
 from ..planning import PageCopy, StagedLayout
-from .base import Checksums, Kernels, Move, PageMove, Pages, Prepared, PreparedGather
+from .base import Checksums, Kernels, Move, PageMove, Pages
 from .checksum import cpu as checksum_cpu
 from .convert import pages as converted
 from .moves import cpu as moves_cpu
 from .moves import cpu_copy
 
 if TYPE_CHECKING:
-    from .convert.launch import Launches
+    from .convert.launch import TritonKernels
 
 log = logging.getLogger("disagg_kv")
 
@@ -117,85 +114,26 @@ class CpuKernels:
         return Checksums(None, lambda: sums)
 
 
-class TritonKernels:
-    """Triton on GPUs: one launch per call, on streams of its own; imports Triton at the first call.
+def triton_kernels(programs: int | None = None) -> TritonKernels:
+    """Triton's, on GPUs.
 
     Args:
-        programs: most programs of one copy into mapped pages, each of which takes a multiprocessor or less from a
-            model that computes meanwhile. Fewer copy more slowly. None: one per multiprocessor.
+        programs: see :class:`~disagg_kv.kernels.convert.launch.TritonKernels`.
+
+    Raises:
+        MissingDependencyError: Triton or torch cannot be imported.
     """
-
-    name = "triton"
-    conversions = CONVERSION_NAMES
-
-    def __init__(self, programs: int | None = None) -> None:
-        if programs is not None:
-            programs = arguments.count(programs, "kernels: programs", least=1, most=1 << 20)
-        self._programs = programs
-
-    @cached_property
-    def _launches(self) -> Launches:
-        return _launches(self._programs)
-
-    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
-        """Enqueue the copy of pages into staging behind ``after``; the event of its end."""
-        return self._launches.gather(pool, moves, staging, after)
-
-    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
-        """Enqueue the copy of staging into pages; the event of its end."""
-        return self._launches.scatter(pool, moves, staging)
-
-    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
-        """Enqueue the copy of pages into pages behind ``after``; the event of its end.
-
-        One stream raises the flags. Conversions, which take several launches, raise none.
-        """
-        return self._launches.copy(moves, after, flags)
-
-    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
-        """Write the table of a scatter and bring it to the GPU."""
-        return self._launches.scatter.prepare(pool, moves, staging)
-
-    def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
-        """Write the table of a gather."""
-        return self._launches.prepare_gather(pool, moves, staging)
-
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
-        """Enqueue the sums behind ``after``, and their copy to the host."""
-        return self._launches.checksum(pool, moves, after)
-
-    def orders(self, event: Event) -> bool:
-        """The stream waits for torch's events, but not for others; where Triton interprets, it waits for none."""
-        from .triton_launch import waits_for
-
-        return waits_for(event)
-
-    def warm(self, pool: MemoryPool) -> None:
-        """Compile gather and scatter for the pool; of one that is read as another cache, gather."""
-        self._launches.warm(pool)
-
-    def warm_checksum(self, pool: MemoryPool) -> None:
-        """Compile the checksums of the pool."""
-        self._launches.warm_checksum(pool)
-
-    def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
-        """Compile the copy between two pools, and upload their tables."""
-        self._launches.warm_copy(source, target)
-
-
-def _launches(programs: int | None = None) -> Launches:
-    """What Triton launches; a :class:`MissingDependencyError` where it or torch cannot be imported."""
     try:
-        from .convert.launch import Launches
+        from .convert.launch import TritonKernels
     except ImportError as exc:
         raise MissingDependencyError("kernels 'triton'", str(exc), "pip install 'disagg_kv[triton]'") from exc
-    return Launches(programs)
+    return TritonKernels(programs)
 
 
-KERNELS: Mapping[str, Kernels] = MappingProxyType(
-    {"reference": ReferenceKernels(), "cpu": CpuKernels(), "triton": TritonKernels()}
+KERNELS: Mapping[str, Callable[[], Kernels]] = MappingProxyType(
+    {"reference": ReferenceKernels, "cpu": CpuKernels, "triton": triton_kernels}
 )
-"""Every implementation, by name."""
+"""What makes each implementation, by its name."""
 
 
 def kernels_for(device: str) -> Kernels:
@@ -207,24 +145,23 @@ def kernels_for(device: str) -> Kernels:
     kind = device.partition(":")[0]
     if kind == "cuda":
         try:
-            _launches()
+            return triton_kernels()
         except MissingDependencyError as error:
             log.warning("memory on %s uses the reference kernels, which are many times slower: %s", device, error)
-            return KERNELS["reference"]
-        return KERNELS["triton"]
+            return ReferenceKernels()
     if kind != "cpu":
         raise UnknownNameError("device for gather and scatter", device, ["cpu", "cuda"])
-    return KERNELS["cpu"]
+    return CpuKernels()
 
 
-def available(kernels: Mapping[str, Kernels] = KERNELS) -> dict[str, str | None]:
+def available(kernels: Mapping[str, Callable[[], Kernels]] = KERNELS) -> dict[str, str | None]:
     """Try each of ``kernels`` on a small pool: name -> why it does not work here, or None if it does."""
-    return {name: _reason(one) for name, one in kernels.items()}
+    return {name: _reason(make) for name, make in kernels.items()}
 
 
-def _reason(kernels: Kernels) -> str | None:
+def _reason(make: Callable[[], Kernels]) -> str | None:
     try:
-        _try(kernels)
+        _try(make())
     except Exception as exc:  # whatever stops it is what the caller asks for
         return f"{type(exc).__name__}: {exc}"
     return None
@@ -232,9 +169,8 @@ def _reason(kernels: Kernels) -> str | None:
 
 def _device(kernels: Kernels) -> str:
     """Where to try them."""
-    if not isinstance(kernels, TritonKernels):
+    if kernels.name != "triton":
         return "cpu"
-    _launches()
     from .triton_kernels import INTERPRETED
 
     return "cpu" if INTERPRETED else "cuda"

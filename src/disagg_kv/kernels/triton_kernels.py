@@ -13,13 +13,13 @@ from attrs import frozen
 
 from ..errors import MissingDependencyError
 from .checksum.triton import checksum
-from .moves.triton import copy, gather, scatter
+from .moves.triton import copy, stage
 from .triton_tables import Cells
 
 ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Types of the elements that kernels move, by their bytes; the meaning of the bytes does not matter here."""
 
-INTERPRETED = not isinstance(gather, triton.runtime.JITFunction)
+INTERPRETED = not isinstance(stage, triton.runtime.JITFunction)
 """True if Triton interprets kernels (``TRITON_INTERPRET=1``): they then run on the CPU's memory."""
 
 
@@ -116,8 +116,8 @@ class Op:
 
 
 OPS = {
-    "gather": Op(gather, Tuning()),
-    "scatter": Op(scatter, Tuning(neighbours_together=True)),
+    "gather": Op(stage, Tuning(), ("staging",)),
+    "scatter": Op(stage, Tuning(neighbours_together=True), ("pages",)),
     "copy": Op(copy, Tuning(tile_bytes=65536, warps=16, programs=1)),
     "checksum": Op(checksum, Tuning(tile_bytes=8192)),
 }

@@ -16,8 +16,9 @@ import random
 
 import pytest
 
-from ..errors import ConfigurationError, DisaggKVError, LocalProtocolError, OversizeError
+from ..errors import ConfigurationError, LocalProtocolError, OversizeError
 from ..staging import Lease, StagingAllocator
+from .pair import refused
 
 CAPACITY = 1024
 ALIGNMENT = 64
@@ -178,12 +179,9 @@ class StagingAllocatorSuite:
     def test_more_than_the_buffer_is_refused_with_both_sizes(self, model: Model) -> None:
         """For good, full or not."""
         for _ in range(2):
-            try:
-                found = model.allocator.reserve(CAPACITY + 1)
-            except OversizeError as error:
-                asked, capacity = error.asked, error.capacity
-            else:
-                pytest.fail(f"a request for more than the buffer is answered with {found}, not with an OversizeError")
+            with refused(OversizeError, "a request for more than the buffer") as found:
+                model.allocator.reserve(CAPACITY + 1)
+            asked, capacity = found[0].asked, found[0].capacity
             assert asked == CAPACITY + 1, f"the error says that {asked} bytes were asked for, not {CAPACITY + 1}"
             assert LARGEST <= capacity <= CAPACITY, f"the error says that {capacity} bytes are the most"
             model.fill()
@@ -191,13 +189,9 @@ class StagingAllocatorSuite:
     @pytest.mark.parametrize("nbytes", [0, -1])
     def test_a_lease_of_nothing_is_refused(self, model: Model, nbytes: int) -> None:
         """With a ConfigurationError."""
-        try:
-            found = model.allocator.reserve(nbytes)
-        except ConfigurationError as error:
-            said = str(error)
-        else:
-            pytest.fail(f"a request for {nbytes} bytes is answered with {found}, not with a ConfigurationError")
-        assert str(nbytes) in said, f"the error does not name the {nbytes} bytes: {said}"
+        with refused(ConfigurationError, f"a request for {nbytes} bytes") as found:
+            model.allocator.reserve(nbytes)
+        assert str(nbytes) in str(found[0]), f"the error does not name the {nbytes} bytes: {found[0]}"
 
     def test_a_lease_of_another_buffer_is_refused(self, model: Model) -> None:
         """Ours stays live."""
@@ -205,14 +199,9 @@ class StagingAllocatorSuite:
         before = model.allocator.live_bytes
         foreign = self.allocator(2 * CAPACITY, ALIGNMENT).reserve(ALIGNMENT)
         assert foreign is not None, "an empty allocator gives no lease"
-        try:
+        with refused(LocalProtocolError, "releasing a lease of another buffer"):
             model.allocator.release(foreign)
-        except LocalProtocolError:
-            assert model.allocator.live_bytes == before, "a refused release changes live_bytes"
-        except DisaggKVError as error:
-            pytest.fail(f"releasing a lease of another buffer: {error!r} instead of a LocalProtocolError")
-        else:
-            pytest.fail("a lease of another buffer is released here; wanted a LocalProtocolError")
+        assert model.allocator.live_bytes == before, "a refused release changes live_bytes"
 
     @pytest.mark.parametrize("before", range(4))
     def test_a_frozen_lease_never_stops_the_others(self, model: Model, before: int) -> None:

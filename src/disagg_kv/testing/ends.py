@@ -93,13 +93,13 @@ class End:
         """Allocate, fill with ``data`` and register."""
         buffer = self._memory.allocate(self.transport, len(data))
         self._memory.write(buffer, data)
-        (region,) = self.transport.register([buffer])
-        self._buffers[region] = buffer
-        return region
+        return self._register(buffer)
 
     def add_plain(self, data: U8) -> RegionId:
         """Register CPU memory that the transport did not allocate."""
-        buffer = plain(data.copy())
+        return self._register(plain(data.copy()))
+
+    def _register(self, buffer: Buffer) -> RegionId:
         (region,) = self.transport.register([buffer])
         self._buffers[region] = buffer
         return region
@@ -108,9 +108,8 @@ class End:
         """Allocate, fill with ``data``, and register only ``nbytes`` bytes from byte ``first`` on."""
         whole = self._memory.allocate(self.transport, len(data))
         self._memory.write(whole, data)
-        part = Buffer(whole.addr + first, nbytes, whole.device, whole.owner)
-        (region,) = self.transport.register([part])
-        self._buffers[region], self._wholes[region] = part, whole
+        region = self._register(Buffer(whole.addr + first, nbytes, whole.device, whole.owner))
+        self._wholes[region] = whole
         return region
 
     def read_whole(self, region: RegionId) -> U8:
@@ -128,10 +127,6 @@ class End:
     def buffer(self, region: RegionId) -> Buffer:
         """The region's memory."""
         return self._buffers[region]
-
-    def forget(self, region: RegionId) -> None:
-        """Forget the buffer, so that its memory is freed once it is not registered."""
-        del self._buffers[region]
 
     def read(self, region: RegionId) -> U8:
         """What lies in the region's memory."""
@@ -258,7 +253,6 @@ class Child:
     add_part = _asked(End.add_part)
     read_whole = _asked(End.read_whole)
     rest = _asked(End.rest)
-    forget = _asked(End.forget)
     read = _asked(End.read)
     fill = _asked(End.fill)
     flag_page = _asked(End.flag_page)

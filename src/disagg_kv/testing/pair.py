@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from .limits import at_most
 
 POISON = 0xA5
 """What fresh target memory is filled with."""
+
+E = TypeVar("E", bound=DisaggKVError)
 
 Row = tuple[int, int, int]
 """One write between the pair's first regions: offset here, offset there, bytes."""
@@ -123,14 +126,41 @@ class Pair:
         tickets = [self.submit(*rows[i : i + most]) for i in range(0, len(rows), most)]
         for ticket in tickets:
             self.succeed(ticket)
+        self.note(*rows)
+
+    def land(self, ticket: Ticket, *rows: Row) -> None:
+        """Poll until a ticket for these writes ends; it must end well, and nothing else may be there."""
+        self.succeed(ticket)
+        self.note(*rows)
+        self.check()
+
+    def note(self, *rows: Row) -> None:
+        """These writes must be there."""
         for here, there, nbytes in rows:
             self.want[there : there + nbytes] = self.data[here : here + nbytes]
+
+    def listen(self) -> None:
+        """Poll the source once."""
+        self.log.add(self.source.events())
+
+    def heard(self, done: Callable[[], bool], what: str) -> None:
+        """Poll the source alone until ``done()``."""
+        wait(done, self.listen, self.timeout_s, what)
+
+    def until_lost(self) -> None:
+        """Write to the target until its loss is reported."""
+
+        def work() -> None:
+            self.submit((0, 0, len(self.data)))
+            self.listen()
+
+        wait(lambda: self.log.lost(self.peer), work, self.timeout_s, "the loss to be reported")
 
     def work(self) -> None:
         """Poll both ends, and those in ``others``, once."""
         for other in self.others:
             other.events()
-        self.log.add(self.source.events())
+        self.listen()
         self.there.add(self.target.events())
 
     def until(self, done: Callable[[], bool], what: str) -> None:
@@ -192,11 +222,13 @@ def same(found: U8, want: U8) -> None:
 
 
 @contextmanager
-def refused(error: type[DisaggKVError], what: str) -> Iterator[None]:
-    """The block raises ``error``; otherwise an AssertionError says that ``what`` is not refused."""
+def refused(error: type[E], what: str) -> Iterator[list[E]]:
+    """The block raises ``error``, which the list then has; else an AssertionError says that ``what`` is not refused."""
+    raised: list[E] = []
     try:
-        yield
-    except error:
+        yield raised
+    except error as one:
+        raised.append(one)
         return
     except Exception as other:
         raise AssertionError(f"{what}: refused with {other!r}, not with a {error.__name__}") from other

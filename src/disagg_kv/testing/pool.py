@@ -23,7 +23,7 @@ from ..errors import GeometryError
 from ..geometry import CacheSpec, PageTable, Shard, shard
 from ..kernels import Move, kernels_for
 from ..kernels.tensors import tensor_of
-from ..memory import U8, Buffer, MemoryPool, new_buffer
+from ..memory import U8, Buffer, MemoryPool, new_buffer, wait_for
 from ..planning import StagedLayout
 
 PAGE_SIZE = 4
@@ -128,18 +128,14 @@ def scattered(pool: MemoryPool, seed: int) -> U8:
     move, staging = _all_cells(pool)
     data = np.random.default_rng(seed).integers(0, 256, staging.nbytes, np.uint8)
     tensor_of(staging).copy_(torch.from_numpy(data))
-    done = kernels_for(staging.device).scatter(pool, [move], staging)
-    if done is not None:
-        done.synchronize()
+    wait_for(kernels_for(staging.device).scatter(pool, [move], staging))
     return data
 
 
 def gathered(pool: MemoryPool) -> U8:
     """The bytes of every cell of the pool, plane after plane."""
     move, staging = _all_cells(pool)
-    done = kernels_for(staging.device).gather(pool, [move], staging, None)
-    if done is not None:
-        done.synchronize()
+    wait_for(kernels_for(staging.device).gather(pool, [move], staging, None))
     found: U8 = tensor_of(staging).cpu().numpy().copy()
     return found
 

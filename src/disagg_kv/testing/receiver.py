@@ -103,6 +103,12 @@ class Exchange:
         assert self.opened[-1].room == name
         return self.opened[-1]
 
+    def expecting(self, source: str = "P", **limits: Any) -> Reception:
+        """A new room, which awaits its rows."""
+        room = self.open(source, **limits)
+        room.expect(Expectation(ROWS, self.tables(room)))
+        return room
+
     def tables(self, room: Reception) -> list[PageTable]:
         """The pages of a room, the same on both sides."""
         first = 3 * int(room.room.split()[1])
@@ -111,8 +117,7 @@ class Exchange:
     def fill(self, begins: int) -> None:
         """Open as many rooms as are begun at once, which await their rows; the next one waits."""
         for _ in range(begins):
-            room = self.open()
-            room.expect(Expectation(ROWS, self.tables(room)))
+            self.expecting()
 
     def wait(self, **limits: Any) -> Reception:
         """A new room that waits."""
@@ -191,8 +196,7 @@ class Exchange:
 
     def stuck(self) -> Reception:
         """A room whose prefill stands still while it may write to the room's pages."""
-        room = self.open()
-        room.expect(Expectation(ROWS, self.tables(room)))
+        room = self.expecting()
         delivery = self.sender.open(room.room)
         self.until(lambda: delivery.held is not None, "prefill to learn of the room")
         self.steps_prefill = False
@@ -255,19 +259,15 @@ class ReceiverSuite:
 
     def test_poll_loses_nothing(self, two: Exchange) -> None:
         """However long the engine does not poll, ``poll`` returns every room that ended meanwhile."""
-        rooms = [two.open() for _ in range(2)]
-        deliveries = []
-        for room in rooms:
-            room.expect(Expectation(ROWS, two.tables(room)))
-            deliveries.append(two.deliver(room))
+        rooms = [two.expecting() for _ in range(2)]
+        deliveries = [two.deliver(room) for room in rooms]
         wait(lambda: all(one.released for one in deliveries), two.step, two.timeout_s, "prefill to send the rooms")
         two.over(*rooms)
         assert all(two.arrived(room) for room in rooms)
 
     def test_an_end_is_final(self, two: Exchange) -> None:
         """A room that is DONE stays so, whatever the engine says of it later."""
-        room = two.open()
-        room.expect(Expectation(ROWS, two.tables(room)))
+        room = two.expecting()
         two.deliver(room)
         two.over(room)
         room.abort("too late")
@@ -277,10 +277,9 @@ class ReceiverSuite:
 
     def test_a_room_that_awaits_nothing_yet_can_be_given_up(self, two: Exchange) -> None:
         """It fails with an AbortedError and is released, prefill learns of it, and the others go on."""
-        room, other = two.open(), two.open()
+        room, other = two.open(), two.expecting()
         room.abort("not needed")
         room.abort("not needed")
-        other.expect(Expectation(ROWS, two.tables(other)))
         delivery = two.deliver(room)
         two.deliver(other)
         two.over(room, other)
@@ -371,9 +370,7 @@ class ReceiverSuite:
 
     def test_a_room_without_prefill_ends(self, two: Exchange) -> None:
         """Its time is ``total_s``: it fails, and is released."""
-        nowhere, unserved = two.open("nowhere", total_s=SOON_S), two.open(total_s=SOON_S)
-        for room in (nowhere, unserved):
-            room.expect(Expectation(ROWS, two.tables(room)))
+        nowhere, unserved = two.expecting("nowhere", total_s=SOON_S), two.expecting(total_s=SOON_S)
         two.over(nowhere, unserved)
         for room in (nowhere, unserved):
             assert room.phase is Phase.FAILED
@@ -414,8 +411,7 @@ class ReceiverSuite:
 
     def test_a_room_awaits_one_thing(self, two: Exchange) -> None:
         """A second ``expect`` is refused, and the first one holds."""
-        room = two.open()
-        room.expect(Expectation(ROWS, two.tables(room)))
+        room = two.expecting()
         with pytest.raises(LocalProtocolError):
             room.expect(Expectation(ROWS, two.tables(room)))
         two.deliver(room)
@@ -426,8 +422,7 @@ class ReceiverSuite:
 
     def test_close_ends_all_rooms(self, two: Exchange) -> None:
         """Also one that awaits nothing yet, by the next poll; then nothing begins, and what is harmless stays so."""
-        awaits, idle = two.open(), two.open()
-        awaits.expect(Expectation(ROWS, two.tables(awaits)))
+        awaits, idle = two.expecting(), two.open()
         two.receiver.close(0.0)
         two.poll()
         for room in (awaits, idle):

@@ -27,10 +27,10 @@ def fenced(pair: Pair, region: RegionId, watched_s: float) -> None:
     while not any(event.fenced for event in pair.log.peer_events):
         if time.monotonic() > until:
             return
-        pair.log.add(pair.source.events())
+        pair.listen()
     zero = np.zeros(NBYTES, np.uint8)
     pair.source.fill(region, zero)
-    watch(lambda: pair.log.add(pair.source.events()), watched_s)
+    watch(pair.listen, watched_s)
     same(pair.source.read(region), zero)
 
 

@@ -9,7 +9,7 @@ import pytest
 from ..transports import Transport
 from ..transports.descriptor import later_version
 from .ends import Child, End, HostMemory, Memory
-from .pair import Pair, wait
+from .pair import Pair
 
 NBYTES = 1 << 16
 """Bytes of a pair's first regions."""
@@ -82,7 +82,7 @@ class TransportCases:
         """Kill the target, and wait until the source has reported that."""
         victim.kill()
         victim.wait()
-        wait(lambda: pair.log.lost(pair.peer), lambda: pair.log.add(pair.source.events()), self.timeout_s, "the loss")
+        pair.heard(lambda: pair.log.lost(pair.peer), "the loss")
 
 
 class VictimCases(TransportCases):

@@ -14,7 +14,6 @@ from .ends import Child, End
 from .limits import at_most
 from .pair import POISON, Log, Pair, batch, noise, same, wait, watch
 from .transport_cases import NBYTES, TransportCases, VictimCases
-from .transport_events import FEW, MANY, FiredEvent, submit_after
 
 PATIENCE_S = 10.0
 """The longest ``drain_s`` that the suite waits for."""
@@ -78,11 +77,9 @@ class ClaimCases(TransportCases):
         pair.target.rest(True)
         ticket = pair.submit((1000, 1000, NBYTES - 1000))
         what = "a write to a target that does not poll, without caps.needs_target_polling,"
-        wait(lambda: ticket in pair.log.ended, lambda: pair.log.add(pair.source.events()), pair.timeout_s, what)
+        pair.heard(lambda: ticket in pair.log.ended, what)
         pair.target.rest(False)
-        pair.succeed(ticket)
-        pair.want[1000:] = pair.data[1000:]
-        pair.check()
+        pair.land(ticket, (1000, 1000, NBYTES - 1000))
 
     def test_submit_does_not_wait_for_a_target_that_does_not_poll(self, pair: Pair) -> None:
         """Nor does ``poll``; the write lands once the target polls again."""
@@ -91,52 +88,18 @@ class ClaimCases(TransportCases):
         with at_most(pair.timeout_s, "submit or poll, for a target that does not poll"):
             ticket = pair.submit((1000, 1000, NBYTES - 1000))
             for _ in range(20):
-                pair.log.add(pair.source.events())
+                pair.listen()
         pair.target.rest(False)
-        pair.succeed(ticket)
-        pair.want[1000:] = pair.data[1000:]
-        pair.check()
-
-    @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
-    def test_neither_submit_nor_poll_waits_for_an_event(self, pair: Pair, rows: list[tuple[int, int, int]]) -> None:
-        """With ``caps.waits_events``; the event happens only after both have returned."""
-        if not pair.caps.waits_events:
-            pytest.skip("refuses events")
-        flag = FiredEvent()
-        with at_most(pair.timeout_s, "submit or poll, while an event has not happened,"):
-            ticket = submit_after(pair, rows, flag)
-            for _ in range(20):
-                pair.log.add(pair.source.events())
-        assert ticket not in pair.log.ended, "a ticket ended before its event"
-        flag.happened = True
-        pair.succeed(ticket)
-
-    def test_an_event_that_fails_is_the_cause_of_the_error(self, pair: Pair) -> None:
-        """The error names it, and a program finds it as ``__cause__``."""
-        if not pair.caps.waits_events:
-            pytest.skip("refuses events")
-        flag = FiredEvent()
-        ticket = submit_after(pair, FEW, flag)
-        flag.error = RuntimeError("the engine's own")
-        error: BaseException | None = pair.end(ticket).error
-        causes: list[BaseException | None] = []
-        while error is not None and len(causes) < 10:
-            causes.append(error := error.__cause__)
-        assert flag.error in causes, f"{pair.log.ended[ticket].error!r} has not the event's exception as its cause"
+        pair.land(ticket, (1000, 1000, NBYTES - 1000))
 
     def test_a_closed_peer_is_reported(self, pair: Pair) -> None:
         """With ``caps.detects_peer_death`` and ``caps.in_process_only``: no process can die, a transport can close."""
         if not (pair.caps.detects_peer_death and pair.caps.in_process_only):
             pytest.skip("a killed process is asked for instead, or no loss is detected")
         pair.target.close(0.0)
-
-        def work() -> None:
-            pair.submit((0, 0, 10))
-            pair.log.add(pair.source.events())
-
-        wait(lambda: pair.log.lost(pair.peer), work, pair.timeout_s, "the loss to be reported")
+        pair.until_lost()
         for _ in range(50):
-            pair.log.add(pair.source.events())
+            pair.listen()
 
 
 class LossCases(VictimCases):
@@ -150,23 +113,19 @@ class LossCases(VictimCases):
         for number in range(20):
             try:
                 tickets.append(apart.submit((0, 0, 10)))
-                apart.log.add(apart.source.events())
+                apart.listen()
             except DisaggKVError as error:
                 pytest.fail(f"submit {number} to a lost peer raises instead of ending its ticket: {error!r}")
             time.sleep(0.002)
         if not apart.caps.detects_peer_death:
             return
         ended = apart.log.ended
-
-        def poll() -> None:
-            apart.log.add(apart.source.events())
-
-        wait(lambda: apart.log.lost(apart.peer), poll, apart.timeout_s, "the loss, as caps.detects_peer_death says,")
-        wait(lambda: set(tickets) <= set(ended), poll, apart.timeout_s, "tickets of a lost peer to end")
+        apart.heard(lambda: apart.log.lost(apart.peer), "the loss, as caps.detects_peer_death says,")
+        apart.heard(lambda: set(tickets) <= set(ended), "tickets of a lost peer to end")
         for _ in range(100):
-            poll()
+            apart.listen()
         last = apart.submit((0, 0, 10))
-        wait(lambda: last in ended, poll, apart.timeout_s, "a ticket that was posted after the loss to end")
+        apart.heard(lambda: last in ended, "a ticket that was posted after the loss to end")
         assert ended[last].error is not None, "a write to a lost peer is reported as done"
 
     def test_nothing_waits_for_a_frozen_peer(self, apart: Pair, victim: Child) -> None:
@@ -179,7 +138,7 @@ class LossCases(VictimCases):
             with at_most(apart.timeout_s, "submit or poll for a frozen peer"):
                 ticket = apart.submit((1000, 1000, 5000))
                 for _ in range(20):
-                    apart.log.add(apart.source.events())
+                    apart.listen()
             with (
                 at_most(apart.timeout_s, "connect to a frozen peer, with timeout_s of 0.5,"),
                 suppress(DisaggKVError),
@@ -187,9 +146,7 @@ class LossCases(VictimCases):
                 fresh.connect(descriptor, 0.5)
         finally:
             victim.resume()
-        apart.succeed(ticket)
-        apart.want[1000:6000] = apart.data[1000:6000]
-        apart.check()
+        apart.land(ticket, (1000, 1000, 5000))
         fresh.close(0.0)
 
     def test_writes_of_a_killed_process_have_landed_after_drain_s(self, apart: Pair, victim: Child) -> None:
@@ -202,15 +159,11 @@ class LossCases(VictimCases):
         zero = np.zeros(NBYTES, np.uint8)
         apart.source.fill(mine, zero)
         victim.write_on(back, batch(apart.remote, mine, [(0, 0, NBYTES)]))
-
-        def poll() -> None:
-            apart.log.add(apart.source.events())
-
-        wait(lambda: bool(apart.source.read(mine).any()), poll, apart.timeout_s, "the peer to write")
+        apart.heard(lambda: bool(apart.source.read(mine).any()), "the peer to write")
         victim.kill()
         victim.wait()
         time.sleep(drain_s)
         apart.source.fill(mine, zero)
-        watch(poll, WATCHED_S)
+        watch(apart.listen, WATCHED_S)
         late = int(np.count_nonzero(apart.source.read(mine)))
         assert not late, f"{late} bytes of a process landed more than drain_s = {drain_s:g} s after its end"

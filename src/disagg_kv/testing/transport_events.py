@@ -6,6 +6,7 @@ import pytest
 
 from ..errors import DisaggKVError, TransportError
 from ..ids import Ticket
+from .limits import at_most
 from .pair import Pair, Row, batch, refused
 from .transport_cases import NBYTES, TransportCases
 
@@ -47,6 +48,14 @@ class EventCases(TransportCases):
             pytest.skip("refuses events")
         return pair
 
+    @staticmethod
+    def _ends_quiet(pair: Pair, ticket: Ticket) -> None:
+        """A ticket ends with an error, and nothing of it was posted."""
+        ended = pair.end(ticket)
+        assert ended.quiesced, f"{ended}: nothing of it was posted, so it is quiet"
+        assert isinstance(ended.error, TransportError), f"{ended}: wanted a TransportError"
+        pair.check()
+
     def test_an_event_is_refused_where_it_would_not_be_waited_for(self, pair: Pair) -> None:
         """Nothing is written before it, or without it."""
         if pair.caps.waits_events:
@@ -64,19 +73,14 @@ class EventCases(TransportCases):
         assert ticket not in pair.log.ended, "a ticket ended before its event"
         pair.check()
         flag.happened = True
-        pair.succeed(ticket)
-        for source, target, nbytes in rows[: pair.caps.max_batch]:
-            pair.want[target : target + nbytes] = pair.data[source : source + nbytes]
-        pair.check()
+        pair.land(ticket, *rows[: pair.caps.max_batch])
 
     def test_an_event_that_has_happened_delays_nothing(self, waiting: Pair) -> None:
         """As if there were none."""
         flag = FiredEvent()
         flag.happened = True
         pair = waiting
-        pair.succeed(submit_after(pair, FEW, flag))
-        pair.want[:100] = pair.data[:100]
-        pair.check()
+        pair.land(submit_after(pair, FEW, flag), *FEW)
 
     @pytest.mark.parametrize("error", [RuntimeError("the engine's own"), DisaggKVError("the engine's own")])
     @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
@@ -88,11 +92,9 @@ class EventCases(TransportCases):
         ticket = submit_after(pair, rows, flag)
         pair.work()
         flag.error = error
-        ended = pair.end(ticket)
-        assert ended.quiesced, f"{ended}: nothing of it was posted, so it is quiet"
-        assert isinstance(ended.error, TransportError), f"{ended}: wanted a TransportError"
+        self._ends_quiet(pair, ticket)
+        ended = pair.log.ended[ticket]
         assert "the engine's own" in str(ended.error), f"{ended}: the error does not name that of the event"
-        pair.check()
 
     @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
     def test_close_ends_what_still_waits(self, waiting: Pair, rows: list[Row]) -> None:
@@ -102,7 +104,27 @@ class EventCases(TransportCases):
         pair.work()
         assert ticket not in pair.source.close(0.0), "close calls a ticket unquiet of which nothing was posted"
         flag.happened = True
-        ended = pair.end(ticket)
-        assert ended.quiesced, f"{ended}: nothing of it was posted, so it is quiet"
-        assert isinstance(ended.error, TransportError), f"{ended}: wanted a TransportError"
-        pair.check()
+        self._ends_quiet(pair, ticket)
+
+    @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+    def test_neither_submit_nor_poll_waits_for_an_event(self, waiting: Pair, rows: list[Row]) -> None:
+        """The event happens only after both have returned."""
+        pair, flag = waiting, FiredEvent()
+        with at_most(pair.timeout_s, "submit or poll, while an event has not happened,"):
+            ticket = submit_after(pair, rows, flag)
+            for _ in range(20):
+                pair.listen()
+        assert ticket not in pair.log.ended, "a ticket ended before its event"
+        flag.happened = True
+        pair.succeed(ticket)
+
+    def test_an_event_that_fails_is_the_cause_of_the_error(self, waiting: Pair) -> None:
+        """The error names it, and a program finds it as ``__cause__``."""
+        pair, flag = waiting, FiredEvent()
+        ticket = submit_after(pair, FEW, flag)
+        flag.error = RuntimeError("the engine's own")
+        error: BaseException | None = pair.end(ticket).error
+        causes: list[BaseException | None] = []
+        while error is not None and len(causes) < 10:
+            causes.append(error := error.__cause__)
+        assert flag.error in causes, f"{pair.log.ended[ticket].error!r} has not the event's exception as its cause"

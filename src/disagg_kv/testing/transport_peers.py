@@ -229,7 +229,7 @@ class PeerCases(TransportCases):
         tickets = [pair.submit((100 * i, 100 * i, 100)) for i in range(20)]
         left = pair.source.close(self.timeout_s)
         assert set(left) <= set(tickets), f"close returns {left}, which are not among the tickets {tickets}"
-        pair.log.add(pair.source.events())
+        pair.listen()
         lost = set(tickets) - set(left) - set(pair.log.ended)
         assert not lost, f"tickets {sorted(lost)} have neither ended, nor does close name them as not quiet"
         for i, ticket in enumerate(tickets):

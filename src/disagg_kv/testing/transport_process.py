@@ -48,12 +48,7 @@ class ProcessCases(VictimCases):
             apart.submit((0, 0, NBYTES))
             apart.source.events()
             return
-
-        def work() -> None:
-            apart.submit((0, 0, NBYTES))
-            apart.log.add(apart.source.events())
-
-        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be reported")
+        apart.until_lost()
 
     def test_a_peer_that_is_killed_during_writes_ends_or_leaves_every_ticket(self, apart: Pair, victim: Child) -> None:
         """No ticket is lost: each has ended, or ``close`` names it as not quiet."""
@@ -61,7 +56,7 @@ class ProcessCases(VictimCases):
         victim.kill()
         tickets += [apart.submit((0, 0, NBYTES)) for _ in range(20)]
         left = apart.source.close(1.0)
-        apart.log.add(apart.source.events())
+        apart.listen()
         quiet = {t for t, ended in apart.log.ended.items() if ended.quiesced} | apart.log.settled
         assert set(tickets) - set(left) <= quiet, "tickets without any event"
 
@@ -71,9 +66,8 @@ class ProcessCases(VictimCases):
             pytest.skip("waits for no events, or for no peer's end")
         tickets = [submit_after(apart, rows, FiredEvent()) for rows in (FEW, MANY)]
         victim.kill()
-        log = apart.log
-        wait(lambda: set(tickets) <= set(log.ended), lambda: log.add(apart.source.events()), self.timeout_s, "the ends")
-        ended = [log.ended[ticket] for ticket in tickets]
+        apart.heard(lambda: set(tickets) <= set(apart.log.ended), "the ends")
+        ended = [apart.log.ended[ticket] for ticket in tickets]
         lost = all(isinstance(one.error, PeerLostError) and one.quiesced for one in ended)
         assert lost, f"{ended}: wanted a PeerLostError, and quiet tickets"
 
@@ -84,22 +78,13 @@ class ProcessCases(VictimCases):
         victim.write_on(back, batch(apart.remote, mine, [(0, 0, NBYTES)]))
         zero = np.zeros(NBYTES, np.uint8)
         apart.source.fill(mine, zero)
-
-        def written() -> bool:
-            return bool(apart.source.read(mine).any())
-
-        wait(written, lambda: apart.log.add(apart.source.events()), self.timeout_s, "the peer to write")
+        apart.heard(lambda: bool(apart.source.read(mine).any()), "the peer to write")
         watch(lambda: None, BACKLOG_S)
         victim.kill()
         victim.wait()
         if not apart.caps.detects_peer_death:
             return
-
-        def work() -> None:
-            apart.submit((0, 0, 1))
-            apart.log.add(apart.source.events())
-
-        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be reported")
+        apart.until_lost()
         fenced(apart, mine, WATCHED_S)
 
     def test_a_peer_that_froze_and_woke_has_every_byte(self, apart: Pair, victim: Child) -> None:
@@ -108,11 +93,9 @@ class ProcessCases(VictimCases):
         victim.pause()
         ticket = apart.submit((1000, 1000, 5000))
         for _ in range(50):
-            apart.log.add(apart.source.events())
+            apart.listen()
         victim.resume()
-        apart.succeed(ticket)
-        apart.want[1000:6000] = apart.data[1000:6000]
-        apart.check()
+        apart.land(ticket, (1000, 1000, 5000))
         assert not apart.log.peer_events, "a frozen peer was called lost"
 
     def test_a_peer_that_comes_back_is_another_peer(self, apart: Pair, victim: Child) -> None:

@@ -17,7 +17,7 @@ from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .inproc import InprocTransport
 from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
-from .registry import available, between_processes, default_transport, register_transport, transport, transports
+from .registry import available, between_processes, register_transport, transport
 from .several import Carrier, Failed, Transports
 from .shm import ShmTransport
 
@@ -50,11 +50,9 @@ __all__ = [
     "between_processes",
     "copy",
     "decode",
-    "default_transport",
     "encode",
     "pack",
     "register_transport",
     "transport",
-    "transports",
     "unpack",
 ]

@@ -99,7 +99,11 @@ def driver() -> Driver:
 
 
 class Driver:
-    """See :class:`~disagg_kv.transports.cuda_api.Cuda`."""
+    """The driver. Addresses are those of this process; devices are numbered as in ``Buffer.device``. Any thread.
+
+    Every method raises a :class:`~disagg_kv.errors.TransportError` that names the call and the driver's own word.
+    None but ``open``, ``close``, ``share`` and ``unshare`` may wait for a GPU.
+    """
 
     def __init__(self) -> None:
         what, remedy = "transport 'cuda_ipc'", "run where nvidia-smi shows a GPU"
@@ -151,7 +155,7 @@ class Driver:
             return self._contexts[device]
 
     def gpus(self) -> Sequence[Gpu]:
-        """See :meth:`Cuda.gpus`."""
+        """The GPUs that this process sees, by their numbers here."""
         if not self._gpus:
             count = ctypes.c_int()
             self.call("cuDeviceGetCount", ctypes.byref(count))
@@ -171,34 +175,37 @@ class Driver:
         return ordinal
 
     def reaches(self, device: int, other: int) -> bool:
-        """See :meth:`Cuda.reaches`."""
+        """Whether kernels on one device can have the memory of another one mapped; both have numbers here."""
         found = ctypes.c_int()
         self.call("cuDeviceCanAccessPeer", ctypes.byref(found), self._ordinal(device), self._ordinal(other))
         return bool(found.value)
 
     def segment(self, device: int, addr: int) -> tuple[int, int]:
-        """See :meth:`Cuda.segment`."""
+        """First byte and length of the allocation that holds the address ``addr`` of a device, as it sees it."""
         base, nbytes = _Pointer(), ctypes.c_size_t()
         with self.current(device):
             self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), _Pointer(addr))
         return base.value, nbytes.value
 
     def shareable(self, device: int, addr: int) -> bool:
-        """See :meth:`Cuda.shareable`."""
+        """Whether the memory at ``addr`` can be exported: what is mapped piecewise (VMM), or pooled, cannot."""
         found = ctypes.c_int()
         with self.current(device):
             self.call("cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_IPC_CAPABLE), _Pointer(addr))
         return bool(found.value)
 
     def export(self, device: int, addr: int) -> bytes:
-        """See :meth:`Cuda.export`."""
+        """What another process needs to open the allocation that begins at ``addr``."""
         handle = _Handle()
         with self.current(device):
             self.call("cuIpcGetMemHandle", ctypes.byref(handle), _Pointer(addr))
         return bytes(handle)
 
     def open(self, device: int, handle: bytes) -> int:
-        """See :meth:`Cuda.open`."""
+        """Map another process's allocation for copies and kernels of ``device``; the address of its first byte.
+
+        What is open already gets the same address again, and has to be closed once more.
+        """
         if len(handle) != ctypes.sizeof(_Handle):
             raise TransportError(f"cuda: a handle of {len(handle)} bytes, not {ctypes.sizeof(_Handle)}")
         addr = _Pointer()
@@ -208,12 +215,12 @@ class Driver:
         return addr.value
 
     def close(self, device: int, addr: int) -> None:
-        """See :meth:`Cuda.close`."""
+        """Undo one :meth:`open`; no copy may use the mapping any more."""
         with self.current(device):
             self.call("cuIpcCloseMemHandle", _Pointer(addr))
 
     def share(self, device: int, addr: int, nbytes: int) -> int:
-        """See :meth:`Cuda.share`."""
+        """Let streams of all devices store words in host memory; its address as those of ``device`` see it."""
         able, found = ctypes.c_int(), _Pointer()
         self.call("cuDeviceGetAttribute", ctypes.byref(able), ctypes.c_int(_STORES_WORDS), self._ordinal(device))
         if not able.value:
@@ -229,26 +236,30 @@ class Driver:
         return found.value
 
     def unshare(self, device: int, addr: int) -> None:
-        """See :meth:`Cuda.unshare`."""
+        """Undo one :meth:`share`; no stream may store there any more."""
         with self.current(device):
             self.call("cuMemHostUnregister", ctypes.c_void_p(addr))
 
     def stream(self, device: int) -> Stream:
-        """See :meth:`Cuda.stream`."""
+        """A new queue, which waits for no other one."""
         made = ctypes.c_void_p()
         with self.current(device):
             self.call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
         return Stream(made.value or 0)
 
     def end(self, device: int, stream: Stream) -> None:
-        """See :meth:`Cuda.end`."""
+        """Release an empty queue."""
         with self.current(device):
             self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
 
     def copy(
         self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64, after: Sequence[int] = ()
     ) -> Mark:
-        """See :meth:`Cuda.copy`."""
+        """Queue copies of at least one byte each, in any order; gives the place behind them.
+
+        They, and what is queued later, begin when all events (``CUevent``) of ``after`` have happened, as those were
+        last recorded.
+        """
         queue, library = ctypes.c_void_p(stream), self._quick if len(nbytes) <= FEW else self._library
         with self.current(device):
             for event in after:
@@ -284,12 +295,12 @@ class Driver:
         return mark
 
     def passed(self, mark: Mark) -> bool:
-        """See :meth:`Cuda.passed`."""
+        """Whether all before a mark is done."""
         status: int = self._quick.cuEventQuery(ctypes.c_void_p(mark))
         if status not in (0, _NOT_READY):
             raise TransportError(f"cuda: cuEventQuery: {self._word(status)} ({status})")
         return status == 0
 
     def forget(self, mark: Mark) -> None:
-        """See :meth:`Cuda.forget`; kept for the next copy."""
+        """A mark is of no use any more; kept for the next copy."""
         self._spare[self._devices.pop(mark)].append(mark)

@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
@@ -33,14 +32,16 @@ from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
 from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
-from .cuda_api import Cuda, Gpu, Mark, Stream
+from .cuda_api import Gpu, Mark, Stream
+from .cuda_driver import Driver
 from .cuda_driver import driver as this_driver
 from .cuda_memory import OWNER, PLACE, CudaFlags, Opened, Owner, Place, exported, index, said, unreachable
-from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .descriptor import Region, decode, pack, unpack
 from .flags import HostFlags
 from .memfd import new_flag_page, open_flag_page
-from .process import Exits, Home, Process, Watch, namespace
-from .regions import Extents, RegionTable
+from .near_side import NearSide
+from .process import Exits, Process, Watch, namespace
+from .regions import Extents
 from .waiting import happened, not_posted
 
 log = logging.getLogger("disagg_kv")
@@ -101,7 +102,7 @@ class _Flight:
     mark: Mark | None = None
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(NearSide):
     """Copies by the GPU into memory of another process on the same host; any exportable GPU memory on both sides.
 
     All regions of one transport lie on one device. A peer's process is watched through a pidfd.
@@ -128,7 +129,7 @@ class CudaIpcTransport:
     def __init__(
         self,
         *,
-        driver: Cuda | None = None,
+        driver: Driver | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -137,17 +138,14 @@ class CudaIpcTransport:
         self._cuda = driver or this_driver()
         self._clock = clock
         self._sleep = sleep
-        self._home = Home("this transport 'cuda_ipc'")
-        self._me = Peer(uuid.uuid4().bytes)
+        super().__init__()
         self._owner = Owner(Process.own(), namespace("ipc"))
-        self._table = RegionTable(self.caps.devices)
         self._places: dict[RegionId, Place] = {}
         self._device: str | None = None
         self._peers: Connected[_Remote] = Connected()
         self._exits: Exits[Peer] = Exits()
         self._flying: dict[_Remote, None] = {}
         self._leaving: list[_Remote] = []
-        self._tickets = count(1)
         self._flag_pages = count(1)
         self._unquiet: set[Ticket] = set()
         self._events: list[WriteEnded | Settled | PeerLost] = []
@@ -183,15 +181,10 @@ class CudaIpcTransport:
         except (TransportError, IndexError) as error:
             raise RegistrationError(f"{said(buffer)}: this process sees no such GPU: {error}") from error
 
-    def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
-        return decode(descriptor, self.name).incarnation
-
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
-        regions = tuple(Region(i, b.nbytes, b.device, 0, pack(self._places[i])) for i, b in self._table.items())
-        blob = pack(self._owner)
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
+        regions = (Region(i, b.nbytes, b.device, 0, pack(self._places[i])) for i, b in self._table.items())
+        return self._described(regions, pack(self._owner))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; maps the peer's memory, which takes milliseconds.

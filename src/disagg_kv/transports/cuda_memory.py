@@ -13,7 +13,8 @@ from attrs import frozen
 
 from ..errors import RegistrationError, TransportError
 from ..memory import Buffer
-from .cuda_api import Cuda, Gpu
+from .cuda_api import Gpu
+from .cuda_driver import Driver
 from .flags import HostFlags
 from .process import Process
 
@@ -49,7 +50,7 @@ class Place:
 PLACE = msgspec.msgpack.Decoder(Place)
 
 
-def exported(cuda: Cuda, buffer: Buffer) -> Place:
+def exported(cuda: Driver, buffer: Buffer) -> Place:
     """Where other processes find a buffer.
 
     Raises:
@@ -79,7 +80,7 @@ def said(buffer: Buffer) -> str:
 class Opened:
     """A peer's allocation, open in the context of one device. It is closed when the last reference to this goes."""
 
-    def __init__(self, cuda: Cuda, device: int, handle: bytes, whose: str) -> None:
+    def __init__(self, cuda: Driver, device: int, handle: bytes, whose: str) -> None:
         self.addr = cuda.open(device, handle)
         # At the end of the process the driver closes it; a forked child must not.
         finalize(self, _undo, partial(cuda.close, device, self.addr), whose, os.getpid()).atexit = False
@@ -93,7 +94,7 @@ class CudaFlags(HostFlags):
     takes no lock that the thread may hold. It may wait for the GPU once.
     """
 
-    def __init__(self, cuda: Cuda, device: str, page: Buffer, whose: str) -> None:
+    def __init__(self, cuda: Driver, device: str, page: Buffer, whose: str) -> None:
         super().__init__(page)
         self._number = number = index(device)
         self._there = cuda.share(number, page.addr, page.nbytes)
@@ -121,7 +122,7 @@ def _undo(undo: Callable[[], None], whose: str, pid: int, *kept: object) -> None
         log.warning("cuda_ipc: peer %s: %s", whose, error)
 
 
-def unreachable(cuda: Cuda, gpu: Gpu, device: int) -> str | None:
+def unreachable(cuda: Driver, gpu: Gpu, device: int) -> str | None:
     """Why kernels of a device cannot have memory of a GPU mapped; None: no reason is known.
 
     A GPU that this process does not see may be reached nevertheless: opening its memory shows that.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Sequence
 from itertools import count
 from weakref import WeakValueDictionary
@@ -18,10 +17,10 @@ from ..memory import Buffer, Event, new_buffer
 from ..planning import Writes
 from .base import Capabilities, LinkCost, PeerLost, Settled, WriteEnded
 from .connected import Connected
-from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .descriptor import Region, decode, pack, unpack
 from .flags import HostFlags
-from .process import Home
-from .regions import Extents, RegionTable, copy
+from .near_side import NearSide
+from .regions import Extents, copy
 
 _open: WeakValueDictionary[Peer, InprocTransport] = WeakValueDictionary()
 _registry = threading.Lock()
@@ -40,7 +39,7 @@ class _Remote:
     regions: frozenset[RegionId]
 
 
-class InprocTransport:
+class InprocTransport(NearSide):
     """Copies between two transports of one process, also of different threads.
 
     A write is finished, and quiet, when ``submit`` returns. A peer that was closed counts as lost; nothing of it can
@@ -54,11 +53,8 @@ class InprocTransport:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self._home = Home("this transport 'inproc'")
-        self._me = Peer(uuid.uuid4().bytes)
-        self._table = RegionTable(self.caps.devices)
+        super().__init__()
         self._peers: Connected[_Remote] = Connected()
-        self._tickets = count(1)
         self._events: list[WriteEnded | Settled | PeerLost] = []
         self._lost: set[Peer] = set()
         self._flag_pages: WeakValueDictionary[int, Buffer] = WeakValueDictionary()
@@ -77,14 +73,9 @@ class InprocTransport:
         with self._target:
             return self._table.add(buffers)
 
-    def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
-        return decode(descriptor, self.name).incarnation
-
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
-        regions = tuple(Region(i, b.nbytes, b.device) for i, b in self._table.items())
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions))
+        return self._described(Region(i, b.nbytes, b.device) for i, b in self._table.items())
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; never waits."""

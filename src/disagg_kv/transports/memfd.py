@@ -98,56 +98,30 @@ class SharedMemory:
 
 
 class PeerMemory:
-    """A region of a peer: an open file, and a mapping once something is written there. Either goes with this object.
+    """Memory of a peer, mapped here without touching its pages. The mapping goes with this object.
 
     Args:
-        fd: of the file; owned.
-        place: where the region is in it.
+        fd: of the file that it is in.
+        offset: byte of the file at which it begins.
         nbytes: its length.
+
+    Raises:
+        TransportError: this process cannot have the address space, or one more descriptor.
     """
 
-    def __init__(self, fd: int, place: Place, nbytes: int) -> None:
-        self.place = place
-        self.nbytes = nbytes
-        self._fd = fd
-        self._mapping: mmap.mmap | None = None
-
-    def map(self) -> None:
-        """Map it, without touching its pages.
-
-        Raises:
-            TransportError: this process cannot have the address space.
-        """
-        if self._mapping is not None:
-            return
-        into = self.place.offset % mmap.ALLOCATIONGRANULARITY
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        into = offset % mmap.ALLOCATIONGRANULARITY
         try:
-            mapping = mmap.mmap(self._fd, into + self.nbytes, mmap.MAP_SHARED, offset=self.place.offset - into)
+            self._mapping = mmap.mmap(fd, into + nbytes, mmap.MAP_SHARED, offset=offset - into)
         except OSError as error:
-            raise TransportError(f"shared memory: {self.nbytes} bytes of a peer cannot be mapped: {error}") from error
+            raise TransportError(f"shared memory: {nbytes} bytes of a peer cannot be mapped: {error}") from error
         # A child forked by this process must not be able to write after this process has ended.
-        mapping.madvise(mmap.MADV_DONTFORK)
-        self._mapping = mapping
-        self._close()
-
-    @property
-    def addr(self) -> int | None:
-        """Where it is mapped; None: it is not."""
-        if self._mapping is None:
-            return None
-        return _address(self._mapping) + self.place.offset % mmap.ALLOCATIONGRANULARITY
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self._close()
+        self._mapping.madvise(mmap.MADV_DONTFORK)
+        self.addr = _address(self._mapping) + into
 
 
-def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> PeerMemory:
-    """Open the peer's memory that holds ``nbytes`` bytes from ``place`` on, after a look that it is what was meant."""
+def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> Buffer:
+    """Map the peer's memory that holds ``nbytes`` bytes from ``place`` on, after a look that it is what was meant."""
     path = f"/proc/{process.pid}/fd/{place.fd}"
     link = f"/memfd:{_name(peer, place.number)} (deleted)"
     try:
@@ -155,19 +129,22 @@ def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> Peer
         if os.readlink(path) != link:
             raise PeerLostError(f"shared memory: {path} is not {link} any more: the peer has given the memory back")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        far = PeerMemory(fd, place, nbytes)
-        if os.readlink(f"/proc/self/fd/{fd}") != link or not 0 <= place.offset <= os.fstat(fd).st_size - nbytes:
-            raise PeerLostError(f"shared memory: {path} is not {nbytes} bytes of {link} from {place.offset} on")
-        # A write beyond the end of a file that became shorter would kill this process.
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransportError(f"shared memory: {path} is not sealed: its owner could make it shorter")
-        return far
     except FileNotFoundError as error:
         raise PeerLostError(f"shared memory: {path} is gone: the peer has ended or given the memory back") from error
     except OSError as error:
         raise TransportError(
             f"shared memory: {path} cannot be opened; have both processes the same user? {error}"
         ) from error
+    try:
+        if os.readlink(f"/proc/self/fd/{fd}") != link or not 0 <= place.offset <= os.fstat(fd).st_size - nbytes:
+            raise PeerLostError(f"shared memory: {path} is not {nbytes} bytes of {link} from {place.offset} on")
+        # A write beyond the end of a file that became shorter would kill this process.
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransportError(f"shared memory: {path} is not sealed: its owner could make it shorter")
+        far = PeerMemory(fd, place.offset, nbytes)
+    finally:
+        os.close(fd)
+    return Buffer(far.addr, nbytes, "cpu", far)
 
 
 def new_flag_page(peer: Peer, number: int, nbytes: int) -> tuple[Buffer, bytes]:
@@ -187,7 +164,4 @@ def open_flag_page(peer: Peer, page: bytes) -> Buffer:
         raise TransportError(f"flags are raised within one host, and the peer's is {there.process.host!r}")
     if there.place.offset % WORD:
         raise TransportError(f"a flag page at byte {there.place.offset} of a file: a multiple of {WORD} is needed")
-    memory = open_memory(there.process, peer, there.place, there.nbytes)
-    memory.map()
-    assert memory.addr is not None
-    return Buffer(memory.addr, there.nbytes, "cpu", memory)
+    return open_memory(there.process, peer, there.place, there.nbytes)

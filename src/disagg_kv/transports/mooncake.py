@@ -6,10 +6,8 @@ import os
 import socket
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import count
 from queue import Empty, Queue
 
 import attrs
@@ -27,13 +25,14 @@ from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
-from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .descriptor import Region, decode, pack, unpack
 from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
 from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .mooncake_single import Singles
 from .mooncake_workers import WorkerPool
-from .process import Home, Process, keep_in_children
-from .regions import Extents, RegionTable
+from .near_side import NearSide
+from .process import Process, keep_in_children
+from .regions import Extents
 from .waiting import happened, not_posted
 
 LOOK_S = 0.02
@@ -48,7 +47,7 @@ _LEAST_TIMEOUT_S = 5
 """The library takes any shorter one for this."""
 
 
-class MooncakeTransport:
+class MooncakeTransport(NearSide):
     """One transfer engine. Threads of its own make the calls that block; ``submit`` never does.
 
     Import this in a process that will not fork afterwards: the library brings a Go runtime with it.
@@ -106,8 +105,7 @@ class MooncakeTransport:
         elif module.SUPPORT_CUDA:
             self.caps = attrs.evolve(self.caps, devices=frozenset({"cpu", "cuda"}))
         self.caps = attrs.evolve(self.caps, drain_s=drain_s)
-        self._home = Home("this transport 'mooncake'")
-        self._me = Peer(uuid.uuid4().bytes)
+        super().__init__()
         self._process = Process.own()
         if host == _LOOPBACK and "MC_TCP_BIND_ADDRESS" not in os.environ:
             host = loopback(f"127.{1 + self._me[0] % 254}.{self._me[1]}.{1 + self._me[2] % 254}")
@@ -127,11 +125,9 @@ class MooncakeTransport:
         weakref.finalize(self, self._workers.stop)
         self._clock = clock
         self._look_at = clock()
-        self._table = RegionTable(self.caps.devices)
         self._peers: Connected[Remote] = Connected()
         self._sessions: dict[str, Peer] = {}
         self._meeting = threading.Lock()
-        self._tickets = count(1)
         self._flights: dict[Ticket, Flight] = {}
         self._waiting: list[tuple[Event, Flight]] = []
         self._unquiet: dict[Ticket, Remote] = {}
@@ -151,14 +147,10 @@ class MooncakeTransport:
                 raise
         return regions
 
-    def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
-        return decode(descriptor, self.name).incarnation
-
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
-        regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions, pack(self._address)))
+        regions = (Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
+        return self._described(regions, pack(self._address))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`.

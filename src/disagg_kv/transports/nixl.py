@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import uuid
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
-from typing import Literal
 
 import attrs
 import msgspec
@@ -18,30 +15,22 @@ import numpy as np
 import torch
 from attrs import define, frozen
 
-from ..errors import (
-    ConfigurationError,
-    PeerLostError,
-    RegistrationError,
-    RemoteProtocolError,
-    TransportError,
-    UnknownNameError,
-)
+from ..errors import ConfigurationError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
 from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, PeerLost, Settled, WriteEnded
 from .connected import Connected
-from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .descriptor import Region, decode, pack, unpack
+from .near_side import NearSide
 from .nixl_library import U64, Agent, DescriptorList, Place, Registered, load, place
 from .nixl_worker import Job, Link, TransportEvent, Worker
-from .process import Home, Process, Watch
-from .regions import Extents, RegionTable
+from .process import Process, Watch
+from .regions import Extents
 
 REGISTERED_PER_S = 1 << 30
 """Bytes that a library registers in a second at least: it touches every page of memory that a network card reads."""
-
-_MODES = ("none", "peer")
 
 
 @frozen
@@ -79,12 +68,11 @@ class _Remote:
     devices: Devices
 
 
-class NixlTransport:
+class NixlTransport(NearSide):
     """Writes through one NIXL agent, which a thread of its own drives, on the source's side and on the target's.
 
     Args:
         num_threads: UCX worker threads that post batches of 1,024 writes or more; 0: the transport's thread does.
-        error_mode: UCX's error handling: ``"peer"`` notices lost peers.
         backend: of NIXL.
         backend_options: further options of that backend, as NIXL names them.
         idle_s: the longest pause between two polls of the library, seconds; an idle target adds it to latency.
@@ -116,7 +104,6 @@ class NixlTransport:
         self,
         *,
         num_threads: int = 0,
-        error_mode: Literal["peer", "none"] = "peer",
         backend: str = "UCX",
         backend_options: Mapping[str, str] | None = None,
         idle_s: float = 0.003,
@@ -124,26 +111,21 @@ class NixlTransport:
         cuda_device: int | None = None,
         call_s: float = 60.0,
     ) -> None:
-        if error_mode not in _MODES:
-            raise UnknownNameError("error mode of transport 'nixl'", error_mode, _MODES)
         if num_threads < 0 or not idle_s > 0 or not drain_s >= 0 or not 0 < call_s < math.inf:
             raise ConfigurationError(
                 f"transport 'nixl': {num_threads=}, {idle_s=}, {drain_s=}, {call_s=}: out of range"
             )
         library = load()
         device = _device(cuda_device)
-        options = {"ucx_error_handling_mode": error_mode, "num_threads": str(num_threads)} if backend == "UCX" else {}
+        options = {"ucx_error_handling_mode": "peer", "num_threads": str(num_threads)} if backend == "UCX" else {}
         options |= backend_options or {}
         self.caps = attrs.evolve(self.caps if device == "cpu" else self.gpu_caps, drain_s=drain_s)
-        self._home = Home("this transport 'nixl'")
-        self._me = Peer(uuid.uuid4().bytes)
+        super().__init__()
         self._version = library.version
-        self._table = RegionTable(self.caps.devices)
         self._sources: Sequence[tuple[RegionId, Buffer]] = ()
         self._devices: Devices = {}
         self._metadata = b""
         self._peers: Connected[_Remote] = Connected()
-        self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
         self._events: deque[TransportEvent] = deque()
         self._call_s = call_s
@@ -183,15 +165,11 @@ class NixlTransport:
         self._sources = self._table.items()
         self._devices = by_device((i, b.device) for i, b in self._sources)
 
-    def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
-        return decode(descriptor, self.name).incarnation
-
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
-        regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
+        regions = (Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
         contact = _Contact(Process.own(), self._version, zlib.crc32(self._metadata), self._metadata)
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions, pack(contact)))
+        return self._described(regions, pack(contact))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; 10 to 100 ms for a new peer. Whether it can be reached shows later.

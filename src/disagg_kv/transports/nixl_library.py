@@ -28,8 +28,7 @@ from ..errors import (
     TransportError,
 )
 from ..memory import Buffer
-from .cuda_api import Cuda
-from .cuda_driver import driver
+from .cuda_driver import Driver, driver
 
 U64 = npt.NDArray[np.uint64]
 
@@ -307,7 +306,7 @@ def check_shareable(buffer: Buffer) -> None:
         )
 
 
-def _exported(cuda: Cuda, buffer: Buffer) -> bool:
+def _exported(cuda: Driver, buffer: Buffer) -> bool:
     """Whether another process could open the memory: tried, since the driver's attribute does not tell."""
     device = place(buffer.device)[1]
     try:

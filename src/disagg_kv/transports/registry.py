@@ -80,29 +80,45 @@ def transport(name: str, **options: object) -> Transport:
     return made
 
 
-def transports(name: str, **options: object) -> Transports:
-    """New transports, as an endpoint takes them: names joined by ``+``, or ``"auto"``.
+def between_processes(name: str, device: str = "cpu", host: str = "", /, **options: object) -> Transports:
+    """New transports for memory on a device, as an endpoint takes them, with what GPUs and networks need.
 
-    ``options`` are those of each, by its name: ``transports("shm+nixl", nixl={"num_threads": 2})``. One that cannot
-    start here is left out, with a warning. ``"auto"`` takes those that start, see :data:`IN_AUTO`. Besides, it has the
-    options ``device``, the pool's device; ``network``, False: all peers are on this host, and none of the networks is
-    started, unless the transport within the host does not start; and ``host``, for a network with an option of that
-    name: the address at which other hosts reach this one.
+    One that cannot start here, of several that are named, is left out, with a warning. ``"auto"`` takes those that
+    start, see :data:`IN_AUTO`.
+
+    Args:
+        name: of a transport, of several, joined by ``+``, or ``"auto"``.
+        device: of the memory.
+        host: the address at which other hosts reach this one; empty: all peers are on this host. A transport with an
+            option of that name gets it.
+        options: those of each transport, by its name, as ``nixl={"num_threads": 2}``; they come first. Besides,
+            ``"auto"`` has ``network``, by default whether there is a ``host``. False: none of the networks is started,
+            unless the transport within the host does not start.
 
     Raises:
         UnknownNameError: no transport, or no option of one, has that name; lists those that there are.
-        ConfigurationError: a package's entry point cannot be loaded, or none of them starts.
+        MissingDependencyError: the only one needs a package that is not installed, or another host.
+        ConfigurationError: a package's entry point cannot be loaded, none of them starts, or none of them can move such
+            memory.
     """
-    name = arguments.text(name, "name of transports")
+    device = arguments.text(device, "device")
+    name, host = arguments.text(name, "name of transports"), arguments.text(host, "host")
     if name == AUTO:
-        device = arguments.text(options.pop("device", "cpu"), "device")
-        network, host = arguments.flag(options.pop("network", True), "network"), options.pop("host", "")
-        return _auto(device, _by_name(_in_auto(device), options), network, arguments.text(host, "host"))
-    return _several(name, _by_name(names_of(name), options))
+        network = arguments.flag(options.pop("network", bool(host)), "network")
+        return _auto(device, _by_name(_in_auto(device), options), network, host)
+    given = _by_name(names_of(name), options)
+    every = {one: {**_between(one, device, host), **given.get(one, {})} for one in names_of(name)}
+    if JOIN in name:
+        return _several(name, every, device)
+    made = [transport(name, **every[name])]
+    with _closed_on_error(made):
+        if why := unfit(made[0], device):
+            raise ConfigurationError(f"transport {name!r} moves no memory on {device!r}: {why}")
+        return Transports(made, argument=f"transport {name!r}")
 
 
-def _several(name: str, options: Mapping[str, Mapping[str, object]], device: str | None = None) -> Transports:
-    """What starts of the transports that a name names and, of a device, moves memory on it."""
+def _several(name: str, options: Mapping[str, Mapping[str, object]], device: str) -> Transports:
+    """What starts of the transports that a name names and moves memory on a device."""
     names = names_of(name)
     if "" in names or len(set(names)) < len(names) or AUTO in names:
         raise ConfigurationError(f"transport {name!r}: names of different transports are needed between each {JOIN!r}")
@@ -110,10 +126,10 @@ def _several(name: str, options: Mapping[str, Mapping[str, object]], device: str
         factory_of(one)
     made: list[Transport] = []
     with _closed_on_error(made):
-        left_out = _start(made, names, options, options, device)
+        left_out = _start(made, names, options, [one for one in names if options[one]], device)
         if not made:
-            where = "" if device is None else f" for memory on {device!r}"
-            raise ConfigurationError(f"transport {name!r}: none of them starts here{where}: {listed(left_out)}")
+            why = f"none of them starts here for memory on {device!r}: {listed(left_out)}"
+            raise ConfigurationError(f"transport {name!r}: {why}")
         for one, why in left_out.items():
             log.warning("transport %r goes without %r: %s", name, one, why)
         return Transports(made, left_out, f"transport {name!r}")
@@ -160,9 +176,9 @@ def _start(
     names: Sequence[str],
     options: Mapping[str, Mapping[str, object]],
     given: Container[str],
-    device: str | None,
+    device: str,
 ) -> dict[str, str]:
-    """Add to ``made`` what starts and, of a device, moves memory on it; why the others do not.
+    """Add to ``made`` what starts and moves memory on a device; why the others do not.
 
     A wrong option is an error where options were ``given``.
     """
@@ -175,16 +191,16 @@ def _start(
                 raise
             left_out[name] = text_of(error)
             continue
-        if device is not None and (why := unfit(made[-1], device)):
+        if why := unfit(made[-1], device):
             left_out[name] = why
             _close([made.pop()])
     return left_out
 
 
-def _in_auto(device: object) -> tuple[str, ...]:
-    kind = arguments.text(device, "device").partition(":")[0]
+def _in_auto(device: str) -> tuple[str, ...]:
+    kind = device.partition(":")[0]
     if kind not in IN_AUTO:
-        raise UnknownNameError("device", str(device), IN_AUTO)
+        raise UnknownNameError("device", device, IN_AUTO)
     return IN_AUTO[kind]
 
 
@@ -214,15 +230,11 @@ def _start_network(
     Returns:
         Why the others are left out.
     """
-    network = ""
     left_out: dict[str, str] = {}
-    for name in networks:
-        if network:
-            left_out[name] = f"{network!r} reaches the same peers"
-            continue
+    names = iter(networks)
+    for name in names:
         whys = _start(made, [name], networks, given, device)
-        left_out |= whys
-        network = "" if whys else name
+        left_out |= whys or dict.fromkeys(names, f"{name!r} reaches the same peers")
     return left_out
 
 
@@ -236,44 +248,6 @@ def _placed(name: str, device: str, host: str) -> dict[str, object]:
     if name == "nixl" and "drain_s" in known:
         options["drain_s"] = FAR_DRAIN_S
     return options
-
-
-def default_transport(device: str) -> str:
-    """The transport between processes of one host for memory on a device: it needs no package but this one.
-
-    Raises:
-        UnknownNameError: there is none for such a device.
-    """
-    return _in_auto(device)[0]
-
-
-def between_processes(name: str, device: str = "cpu", host: str = "", /, **options: object) -> Transports:
-    """Transports for memory on a device, between processes: with what GPUs and networks need there.
-
-    Args:
-        name: of a transport, of several, or ``"auto"``; see :func:`transports`.
-        device: of the memory.
-        host: the address at which other hosts reach this one; empty: all peers are on this host. A transport with an
-            option of that name gets it.
-        options: as for :func:`transport` of one, and for :func:`transports` of several; they come first.
-
-    Raises:
-        ConfigurationError: also where none of them can move such memory.
-    """
-    device = arguments.text(device, "device")
-    name, host = arguments.text(name, "name of transports"), arguments.text(host, "host")
-    if name == AUTO:
-        return transports(AUTO, **{"device": device, "network": bool(host), "host": host, **options})
-    names = names_of(name)
-    if len(names) > 1:
-        given = _by_name(names, options)
-        every = {one: {**_between(one, device, host), **given.get(one, {})} for one in names}
-        return _several(name, {one: of for one, of in every.items() if of}, device)
-    made = [transport(name, **{**_between(name, device, host), **options})]
-    with _closed_on_error(made):
-        if why := unfit(made[0], device):
-            raise ConfigurationError(f"transport {name!r} moves no memory on {device!r}: {why}")
-        return Transports(made, argument=f"transport {name!r}")
 
 
 def _between(name: str, device: str, host: str) -> dict[str, object]:

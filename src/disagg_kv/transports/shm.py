@@ -3,8 +3,7 @@
 Memory that peers can write to is an anonymous file (``memfd_create``), which they open as
 ``/proc/<pid>/fd/<fd>``. It has no name in ``/dev/shm``: however a process ends, nothing stays behind.
 
-``connect`` opens the files, and keeps them. A region is mapped when it is first written to: a rank that only receives
-maps nothing of its peers. Nothing fills page tables in advance, which takes up to seconds per GiB and keeps the
+``connect`` maps the files. Nothing fills page tables in advance, which takes up to seconds per GiB and keeps the
 interpreter: the first copy to a page does, and ``memmove`` runs without the interpreter. The files are sealed, so
 whatever their owner does meanwhile, a mapping never loses its pages.
 """
@@ -12,77 +11,45 @@ whatever their owner does meanwhile, a mapping never loses its pages.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from itertools import count
 from weakref import WeakSet
 
+from attrs import define
+
 from ..errors import MissingDependencyError, PeerLostError, RegistrationError, TransportError
-from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, LinkCost, PeerLost, Settled, WriteEnded
 from .connected import Connected
-from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .descriptor import Region, decode, pack, unpack
 from .flags import HostFlags
-from .memfd import PLACE, PeerMemory, Place, SharedMemory, new_flag_page, open_flag_page, open_memory
-from .process import PROCESS, Exits, Home, Process, Watch
-from .regions import Extents, RegionTable, copy
+from .memfd import PLACE, Place, SharedMemory, new_flag_page, open_flag_page, open_memory
+from .near_side import NearSide
+from .process import PROCESS, Exits, Process, Watch
+from .regions import Extents, copy
 
 
+@define(eq=False)
 class _Remote:
-    """A connected peer: its regions, and how its end is noticed."""
+    """A connected peer.
 
-    def __init__(self, peer: Peer, watch: Watch, serial: int, regions: Mapping[RegionId, PeerMemory]) -> None:
-        self.watch = watch
-        self.serial = serial
-        self.regions = regions
-        self.lost = False
-        self.whose = f"peer {peer.hex()[:8]}'s writable"
-        # All regions as if they began at 0: a batch is checked before any region of it is mapped.
-        self._named = Extents(((i, 0, far.nbytes) for i, far in regions.items()), self.whose)
-        self._look()
+    Args:
+        watch: sees the end of its process.
+        serial: of the newest descriptor.
+        regions: those that it can be written to, mapped.
+        extents: of these.
+    """
 
-    def _look(self) -> None:
-        mapped = {i: far.addr for i, far in self.regions.items()}
-        self._unmapped = {i for i, addr in mapped.items() if addr is None}
-        where = ((i, addr, self.regions[i].nbytes) for i, addr in mapped.items() if addr is not None)
-        self._extents = Extents(where, self.whose)
-
-    def buffer(self, region: RegionId) -> Buffer:
-        """A region as memory of this process; maps it if it is not mapped yet.
-
-        Raises:
-            TransportError: see :meth:`PeerMemory.map`.
-        """
-        far = self.regions[region]
-        if region in self._unmapped:
-            far.map()
-            self._look()
-        addr = far.addr
-        assert addr is not None
-        return Buffer(addr, far.nbytes, "cpu", far)
-
-    def addresses(self, writes: Writes) -> I64:
-        """Where the writes go; maps what of it is not mapped yet.
-
-        Raises:
-            RegistrationError: a range that is not inside its region.
-            TransportError: see :meth:`PeerMemory.map`.
-        """
-        ranges = writes.remote, writes.remote_off, writes.nbytes
-        if self._unmapped:
-            self._named.addresses(*ranges)
-            new = self._unmapped.intersection(writes.remote.tolist())
-            if new:
-                for region in new:
-                    self.regions[region].map()
-                self._look()
-        return self._extents.addresses(*ranges)
+    watch: Watch
+    serial: int
+    regions: Mapping[RegionId, Buffer]
+    extents: Extents
+    lost: bool = False
 
 
-class ShmTransport:
+class ShmTransport(NearSide):
     """Copies into memory that the peer took from its own :meth:`allocate`; any CPU memory can be the source.
 
     A write is finished, and quiet, when ``submit`` returns. The transport watches the peer's process through a
@@ -108,14 +75,11 @@ class ShmTransport:
     def __init__(self) -> None:
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             raise MissingDependencyError("transport 'shm'", "needs memfd_create and pidfd_open", "run on Linux 5.3+")
-        self._home = Home("this transport 'shm'")
-        self._me = Peer(uuid.uuid4().bytes)
-        self._table = RegionTable(self.caps.devices)
+        super().__init__()
         self._segments: WeakSet[SharedMemory] = WeakSet()
         self._numbers = count()
         self._peers: Connected[_Remote] = Connected()
         self._exits: Exits[Peer] = Exits()
-        self._tickets = count(1)
         self._events: list[WriteEnded | Settled | PeerLost] = []
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -140,21 +104,17 @@ class ShmTransport:
         self._home.check()
         return self._table.add(buffers)
 
-    def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
-        return decode(descriptor, self.name).incarnation
-
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
-        regions = tuple(Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())
-        blob = pack(Process.own())
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
+        regions = (Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())
+        return self._described(regions, pack(Process.own()))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`; opens the peer's memory and maps nothing. Never waits.
+        """See :meth:`Transport.connect`; maps the peer's memory, and touches none of its pages. Never waits.
 
         Raises:
             PeerLostError: the peer's process has ended, or it has given the memory back.
+            TransportError: also where this process cannot map the memory.
         """
         self._home.check()
         remote = decode(descriptor, self.name)
@@ -165,14 +125,14 @@ class ShmTransport:
         if known is not None and (known.lost or known.serial >= remote.serial):
             return peer
         watch = process.watch()
-        regions: dict[RegionId, PeerMemory] = {}
-        for region in remote.regions:
-            if region.id in places:
-                far = None if known is None else known.regions.get(region.id)
-                if far is None or (far.place, far.nbytes) != (places[region.id], region.nbytes):
-                    far = open_memory(process, peer, places[region.id], region.nbytes)
-                regions[region.id] = far
-        found = _Remote(peer, watch, remote.serial, regions)
+        mapped = {} if known is None else known.regions
+        regions = {
+            r.id: mapped.get(r.id) or open_memory(process, peer, places[r.id], r.nbytes)
+            for r in remote.regions
+            if r.id in places
+        }
+        where = ((i, far.addr, far.nbytes) for i, far in regions.items())
+        found = _Remote(watch, remote.serial, regions, Extents(where, _writable(peer)))
         if self._peers.add(peer, found) is found:
             try:
                 self._exits.add(peer, watch)
@@ -187,20 +147,14 @@ class ShmTransport:
         self._exits.remove(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; copies before it returns. The first write to a region maps it."""
+        """See :meth:`Transport.submit`; copies before it returns."""
         self._home.check()
         remote = self._peers.known(peer, self.name)
         if after is not None:
             raise TransportError("shm does not wait for events: wait first")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
+        target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
-        try:
-            target = remote.addresses(writes)
-        except RegistrationError:
-            raise
-        except TransportError as error:
-            self._events.append(WriteEnded(ticket, error))
-            return ticket
         if remote.watch.ended():
             self._note_end(peer, remote)
         if remote.lost:
@@ -219,7 +173,7 @@ class ShmTransport:
             return f"shm: no peer {peer.hex()}"
         unknown = [region for region in regions if region not in remote.regions]
         why = "is not registered: it is unknown, or memory of another allocator"
-        return f"shm: {remote.whose} region {unknown[0]} {why}" if unknown else None
+        return f"shm: {_writable(peer)} region {unknown[0]} {why}" if unknown else None
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
         """See :meth:`SupportsMapping.map`; its owner keeps the mapping."""
@@ -230,7 +184,7 @@ class ShmTransport:
             raise RegistrationError(reason)
         if remote.lost or remote.watch.ended(at_once=True):
             raise PeerLostError(f"shm: the process of peer {peer.hex()} has ended")
-        return remote.buffer(region)
+        return remote.regions[region]
 
     def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
         """See :meth:`SupportsFlags.flag_page`."""
@@ -282,3 +236,8 @@ class ShmTransport:
         if not remote.lost:
             remote.lost = True
             self._events.append(PeerLost(peer, fenced=True))
+
+
+def _writable(peer: Peer) -> str:
+    """Whose regions, for messages."""
+    return f"peer {peer.hex()[:8]}'s writable"

@@ -303,7 +303,7 @@ def test_kernels_of_gpus_convert_on_every_path(path: str) -> None:
     """Interpreted, from the first frame to the last sum."""
     spec, decoded = (CacheSpec({LayerId(0): of.layers[LayerId(0)]}) for of in (kv("bfloat16"), kv(E4M3, "computed")))
     rig = Rig(spec, decoded=decoded)
-    prefills = rig.prefill(tp_shards(spec, 1), strategy=path, verify="full", kernels=KERNELS["triton"])
+    prefills = rig.prefill(tp_shards(spec, 1), strategy=path, verify="full", kernels=KERNELS["triton"]())
     decodes = rig.decode(tp_shards(decoded, 2), memory=ODD, strategy=path)
     request = rig.request("room", prefills, decodes, 5).start(5).landed()
     assert request.sends[0].report.path == path

@@ -45,7 +45,7 @@ EVEN = list(cases((16, 8)))
 @pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_numpy_gathers_and_sums_what_the_reference_does(case: Case, layout: Layout) -> None:
-    check(KERNELS["cpu"], case, layout, "cpu", (1, 3))
+    check(KERNELS["cpu"](), case, layout, "cpu", (1, 3))
 
 
 def test_sums_of_more_rows_than_are_converted_at_once_are_those_of_the_reference() -> None:
@@ -56,7 +56,7 @@ def test_sums_of_more_rows_than_are_converted_at_once_are_those_of_the_reference
     converted = [number for number, how in enumerate(pool.site.conversions) if how is not None]
     entries = [(number, 0, HEADS, 0, 1500, 0) for number in converted]
     move = Move(staged_layout(entries, 1), {KV: PageTable(KV, list(range(375)))}, 0)
-    ours, theirs = (of.checksum(pool, [move], None).read()[0] for of in (KERNELS["cpu"], ReferenceKernels()))
+    ours, theirs = (of.checksum(pool, [move], None).read()[0] for of in (KERNELS["cpu"](), ReferenceKernels()))
     assert np.array_equal(ours, theirs)
 
 
@@ -68,7 +68,7 @@ SLICES = [(0, 2, 1), (1, 0, 2)]
 def test_numpy_copies_what_the_reference_does(case: Case) -> None:
     """What needs no conversion is copied as it is."""
     grid = CopyGrid.between(("NHD", False, 4), INTO, (case.source, case.target), SLICES)
-    check_copy(KERNELS["cpu"], grid, "cpu", (1, 3))
+    check_copy(KERNELS["cpu"](), grid, "cpu", (1, 3))
 
 
 @pytest.mark.parametrize("kernels", [TRITON])
@@ -76,28 +76,28 @@ def test_numpy_copies_what_the_reference_does(case: Case) -> None:
 def test_triton_copies_what_the_reference_does(case: Case, kernels: str) -> None:
     """Into two pools at once; wide accesses where both sides allow them."""
     grid = CopyGrid.between(("NHD", False, 2), [("HND", False, 3), ("NHD", True, 1)], case.of_one_layer, [(1, 0, 2)])
-    check_copy(KERNELS[kernels], grid, "cpu")
+    check_copy(KERNELS[kernels](), grid, "cpu")
 
 
 @pytest.mark.parametrize("kernels", [TRITON])
 @pytest.mark.parametrize(("case", "shifts"), [(ODD[8], (0, 0)), (ODD[-1], (1, 2))], ids=["computed", "read"])
 def test_triton_copies_cells_of_any_length_to_any_address(case: Case, kernels: str, shifts: tuple[int, int]) -> None:
     grid = CopyGrid.between(("HND", False, 2), [("NHD", False, 1)], (case.source, case.target), [(0, 2, 1)])
-    check_copy(KERNELS[kernels], grid, "cpu", shifts)
+    check_copy(KERNELS[kernels](), grid, "cpu", shifts)
 
 
 @pytest.mark.parametrize("kernels", [TRITON])
 @pytest.mark.parametrize("case", EVEN[::7], ids=lambda case: case.name)
 def test_triton_gathers_and_sums_what_the_reference_does(case: Case, kernels: str) -> None:
     """Wide accesses; what needs no conversion is copied as it is."""
-    check(KERNELS[kernels], case, "NHD", "cpu")
+    check(KERNELS[kernels](), case, "NHD", "cpu")
 
 
 @pytest.mark.parametrize("kernels", [TRITON])
 @pytest.mark.parametrize("shifts", [(0, 0), (1, 0), (0, 1)])
 def test_triton_converts_cells_of_any_length_at_any_address(kernels: str, shifts: tuple[int, int]) -> None:
     for case in ODD[5::40]:
-        check(KERNELS[kernels], case, "HND", "cpu", shifts)
+        check(KERNELS[kernels](), case, "HND", "cpu", shifts)
 
 
 @pytest.mark.parametrize("kernels", [TRITON])
@@ -105,13 +105,13 @@ def test_triton_converts_cells_of_any_length_at_any_address(kernels: str, shifts
     ("source", "target"), [("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("float8_e4m3fn", "bfloat16")]
 )
 def test_triton_equals_the_reference_on_every_code(source: str, target: str, kernels: str) -> None:
-    every_code(KERNELS[kernels], source, target, "cpu")
+    every_code(KERNELS[kernels](), source, target, "cpu")
 
 
 @pytest.mark.parametrize("kernels", [TRITON])
 def test_a_gather_that_converts_may_be_prepared(kernels: str) -> None:
     """It is launched once, wherever its parts lie then; what is dropped writes nothing. A copy is not: see base."""
-    triton = KERNELS[kernels]
+    triton = KERNELS[kernels]()
     assert isinstance(triton, SupportsPreparing)
     case = ODD[4]
     own = PagedPool.allocate(case.source, shard(case.source), pages=8, page_size=4, allocator=_content)
@@ -212,7 +212,7 @@ def test_a_warm_up_for_another_cache_touches_nothing_where_kernels_are_interpret
     """Neither pool, for gathers, checksums and copies."""
     case = EVEN[4]
     own, target = (PagedPool.allocate(one, shard(one), pages=2, page_size=4) for one in (case.source, case.target))
-    triton = KERNELS["triton"]
+    triton = KERNELS["triton"]()
     assert isinstance(triton, SupportsWarmUp)
     source = ConvertedPool(own, case.target)
     triton.warm(source)

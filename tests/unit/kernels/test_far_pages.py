@@ -12,7 +12,7 @@ import torch
 
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Share, shard
 from disagg_kv.ids import GroupId, LayerId, RegionId
-from disagg_kv.kernels import CpuKernels, Kernels, Move, PageMove, Pages, ReferenceKernels, TritonKernels
+from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, PageMove, Pages, ReferenceKernels
 from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import PageCopy, PairPlan, Segment, direct_writes, slice_writes
 from disagg_kv.transports import Extents
@@ -80,16 +80,14 @@ def test_far_pages_are_moved_and_nothing_else_is_touched(kernels: Kernels) -> No
     assert sums[0].tolist() == sums[1].tolist() != [0]
 
 
-@pytest.mark.parametrize(
-    "kernels", [CpuKernels(), ReferenceKernels(), TritonKernels()], ids=lambda kernels: str(kernels.name)
-)
-def test_far_pages_are_copied_into_far_pages_and_nothing_else_is_touched(kernels: Kernels) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_far_pages_are_copied_into_far_pages_and_nothing_else_is_touched(name: str) -> None:
     """Both sides beyond 2^31 pieces and 2^32 bytes, each with an order of its own."""
-    if isinstance(kernels, TritonKernels):
+    if name == "triton":
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("Triton runs natively here: see tests/gpu")
-    source, target = Sparse(), Sparse()
+    source, target, kernels = Sparse(), Sparse(), KERNELS[name]()
     content = noise(len(PAGES) * PAGE, 4)
     for i, number in enumerate(PAGES):
         source.page(number)[:] = content[i * PAGE : (i + 1) * PAGE]

@@ -13,7 +13,7 @@ from disagg_kv.memory import Flag, PagedPool
 from disagg_kv.planning import PageCopy
 from tests.support.pools import KV, staged_layout
 
-RINGING = [KERNELS["cpu"], *([] if torch.cuda.is_available() else [KERNELS["triton"]])]
+RINGING = [KERNELS["cpu"](), *([] if torch.cuda.is_available() else [KERNELS["triton"]()])]
 
 
 class Words:
@@ -80,7 +80,7 @@ def test_the_reference_leaves_flags_to_its_caller() -> None:
     """It is the specification of bytes."""
     _, target, given = moves()
     words = Words()
-    KERNELS["reference"].copy(given, None, words.flags)
+    KERNELS["reference"]().copy(given, None, words.flags)
     assert not words.words.any()
     assert target.view(0)[1].min() == 5
 

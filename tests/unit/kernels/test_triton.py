@@ -28,7 +28,7 @@ from tests.support.rig_parts import FiredEvent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs natively here: see tests/gpu")
 
-TRITON = KERNELS["triton"]
+TRITON = KERNELS["triton"]()
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
@@ -131,7 +131,7 @@ def test_what_is_prepared_equals_the_reference_and_reads_what_is_there_when_it_i
 
 def test_what_was_prepared_is_launched_once_or_dropped() -> None:
     assert isinstance(TRITON, SupportsPreparing)
-    assert not any(isinstance(KERNELS[name], SupportsPreparing) for name in ("cpu", "reference"))
+    assert not any(isinstance(KERNELS[name](), SupportsPreparing) for name in ("cpu", "reference"))
     spec = CacheSpec.kv(1, 2, 4, "bfloat16")
     pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
     staging = noise(8, 0)
@@ -314,7 +314,7 @@ def test_compiled_kernels_refuse_the_memory_of_the_cpu() -> None:
         "from disagg_kv.memory import PagedPool\n"
         "spec = CacheSpec.kv(1, 2, 4, 'float16')\n"
         "pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=4)\n"
-        "try: KERNELS['triton'].gather(pool, [], pool.buffers[0], None)\n"
+        "try: KERNELS['triton']().gather(pool, [], pool.buffers[0], None)\n"
         "except RegistrationError as error: assert 'not interpreted' in str(error), error\n"
         "else: raise SystemExit('moved')\n"
         "assert 'cuda' in available()['triton']\n"

@@ -23,7 +23,7 @@ from disagg_kv.kernels import (
     Pages,
     ReferenceKernels,
     SupportsWarmUp,
-    TritonKernels,
+    triton_kernels,
 )
 from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher, bits_of
@@ -38,7 +38,7 @@ from tests.support.pools import KV, copies, staged_layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs natively here: see tests/gpu")
 
-TRITON = KERNELS["triton"]
+TRITON = KERNELS["triton"]()
 SLICES = [(0, 2, 1), (1, 0, 2)]
 
 
@@ -123,7 +123,7 @@ def test_a_launch_takes_no_more_programs_than_it_may(most: int) -> None:
 @pytest.mark.parametrize("programs", [0, -1, 1.5, "many", (1 << 20) + 1])
 def test_a_bound_that_is_no_number_of_programs_is_refused(programs: object) -> None:
     with pytest.raises(ConfigurationError, match="programs"):
-        TritonKernels(programs)  # type: ignore[arg-type]
+        triton_kernels(programs)  # type: ignore[arg-type]
 
 
 def test_pages_are_read_only_after_the_event() -> None:

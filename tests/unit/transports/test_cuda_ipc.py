@@ -23,7 +23,7 @@ from disagg_kv.memory import All, Buffer
 from disagg_kv.memory.flag import raise_flags
 from disagg_kv.testing.ends import Child, End
 from disagg_kv.testing.pair import POISON, Pair, batch, noise, same
-from disagg_kv.transports import available, decode, default_transport, encode
+from disagg_kv.transports import available, decode, encode
 from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
 from disagg_kv.transports.flags import SLOT_WORDS
@@ -321,13 +321,6 @@ def test_close_waits_for_copies(pair: Pair, cuda: FakeCuda) -> None:
     pair.want[:100] = pair.data[:100]
     pair.check()
     assert not cuda.opened
-
-
-def test_memory_on_gpus_goes_by_cuda_ipc_and_other_memory_by_shm() -> None:
-    """The default between processes of one host."""
-    assert (default_transport("cuda:1"), default_transport("cpu")) == ("cuda_ipc", "shm")
-    with pytest.raises(ValueError, match="'tpu'"):
-        default_transport("tpu")
 
 
 def test_without_a_driver_the_reason_is_said() -> None:

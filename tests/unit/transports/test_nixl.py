@@ -366,9 +366,9 @@ def test_cuda_memory_is_refused_where_there_is_none(source: End) -> None:
 
 
 def test_30000_writes_are_posted_by_threads_of_the_library_if_asked(child: Child) -> None:
-    """``num_threads``; and ``error_mode="none"`` moves the same bytes."""
+    """``num_threads``; and an option of the backend's own moves the same bytes."""
     child.open()
-    for options in ({"num_threads": 2}, {"error_mode": "none"}):
+    for options in ({"num_threads": 2}, {"backend_options": {"ucx_error_handling_mode": "none"}}):
         one = end(**options)
         here, there = one.add(noise(30000 * 16)), child.add(np.zeros(30000 * 16, np.uint8))
         peer = one.connect(child.descriptor(), WAIT_S)

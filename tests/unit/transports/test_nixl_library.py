@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg_kv.errors import ConfigurationError, MissingDependencyError, RegistrationError, UnknownNameError
+from disagg_kv.errors import ConfigurationError, MissingDependencyError, RegistrationError
 from disagg_kv.memory import Buffer
 from disagg_kv.transports import nixl_library, transport
 from disagg_kv.transports.nixl import NixlTransport
@@ -99,12 +99,6 @@ def test_options_out_of_range_are_refused(bad: dict[str, float]) -> None:
     """With their values."""
     with pytest.raises(ConfigurationError, match=next(iter(bad))):
         transport("nixl", **bad)
-
-
-def test_an_unknown_error_mode_is_refused() -> None:
-    """With those that there are."""
-    with pytest.raises(UnknownNameError, match="none, peer"):
-        transport("nixl", error_mode="maybe")
 
 
 @needs_nixl

@@ -23,7 +23,6 @@ from disagg_kv.transports import (
     register_transport,
     registry,
     transport,
-    transports,
 )
 
 
@@ -131,14 +130,14 @@ class Other(InprocTransport):
 
 
 def test_a_name_of_several_makes_them_in_order_with_options_for_each() -> None:
-    """``between_processes`` knows such names, too."""
+    """Those of a name that is joined by ``+``."""
     register_transport("other", Other)
-    made = transports("other+shm", other={"depth": 3})
+    made = between_processes("other+shm", other={"depth": 3})
     other, shm = made
     assert isinstance(other, Other)
     assert isinstance(shm, ShmTransport)
     assert other.depth == 3
-    assert made.name == between_processes("other+shm", "cpu", other={"depth": 3}).name == "other+shm"
+    assert made.name == "other+shm"
     with pytest.raises(ConfigurationError, match="none of them starts here for memory on 'cuda:0'"):
         between_processes("other+shm", "cuda:0")
 
@@ -147,7 +146,7 @@ def test_a_name_of_several_makes_them_in_order_with_options_for_each() -> None:
 def test_names_of_several_that_cannot_be_are_refused(name: str) -> None:
     """And no transport may be registered under such a name."""
     with pytest.raises(ConfigurationError):
-        transports(name)
+        between_processes(name)
     with pytest.raises(ConfigurationError, match="means several transports"):
         register_transport(name, InprocTransport)
 
@@ -156,11 +155,11 @@ def test_of_several_those_that_do_not_start_are_left_out_by_name(caplog: pytest.
     """With a warning; if none starts, each is in the error. Options that are wrong are no reason to go without."""
     register_transport("absent", not_here)
     register_transport("wrong", wrong)
-    made = transports("absent+shm+wrong")
+    made = between_processes("absent+shm+wrong")
     assert set(made.excluded) == {"absent", "wrong"}
     assert "goes without 'absent': transport 'absent': package absent is not installed" in caplog.text
     with pytest.raises(ConfigurationError, match=r"none of them starts .*: absent \(.*not installed.*wrong \(1 is no"):
-        transports("absent+wrong")
+        between_processes("absent+wrong")
     for name, options, why in (
         ("shm+wrong", {"wrong": {"size": 7}}, "7 is no size"),
         ("shm+wrong", {"wrong": {"depth": 7}}, "unknown option"),
@@ -169,25 +168,24 @@ def test_of_several_those_that_do_not_start_are_left_out_by_name(caplog: pytest.
         ("shm+nothing", {}, "unknown transport 'nothing'"),
     ):
         with pytest.raises(ConfigurationError, match=why):
-            transports(name, **options)
+            between_processes(name, **options)
 
 
 def test_auto_takes_the_transport_of_the_host_and_the_first_network_that_starts() -> None:
     """And says why it goes without the others."""
     register_transport("nixl", not_here)
     register_transport("mooncake", Other)
-    made = transports("auto")
+    made = between_processes("auto", network=True)
     assert [one.name for one in made] == ["shm", "other"]
     assert "package absent is not installed" in made.excluded["nixl"]
     register_transport("nixl", Other)
-    both = transports("auto", mooncake={"depth": 9}, nixl={"depth": 5})
+    both = between_processes("auto", network=True, mooncake={"depth": 9}, nixl={"depth": 5})
     _, other = both
     assert isinstance(other, Other)
     assert other.depth == 5
-    assert between_processes("auto", network=True).name == "shm+other"
     register_transport("nixl", not_here)
     register_transport("mooncake", not_here)
-    alone = transports("auto")
+    alone = between_processes("auto", "cpu", "10.0.0.7")
     assert (alone.name, set(alone.excluded)) == ("shm", {"nixl", "mooncake"})
 
 
@@ -195,13 +193,13 @@ def test_auto_starts_no_network_for_peers_of_one_host_unless_the_one_within_it_d
     """What is not started is left out by name."""
     register_transport("nixl", Other)
     register_transport("mooncake", not_here)
-    for made in (transports("auto", network=False), between_processes("auto")):
+    for made in (between_processes("auto", "cpu", "10.0.0.7", network=False), between_processes("auto")):
         assert (made.name, set(made.excluded)) == ("shm", {"nixl", "mooncake"})
         assert "name it to have it" in made.excluded["nixl"]
     register_transport("shm", not_here)
-    assert transports("auto", network=False).name == "other"
+    assert between_processes("auto").name == "other"
     with pytest.raises(ConfigurationError, match="network"):
-        transports("auto", network="no")
+        between_processes("auto", network="no")
 
 
 @pytest.mark.parametrize(
@@ -291,11 +289,9 @@ def test_a_network_gets_the_address_at_which_other_hosts_reach_this_one(name: st
 
     assert host() == "10.0.0.7"
     own: dict[str, object] = {"host": "10.0.0.8"}
-    assert host(**own if name == "mooncake" else {"mooncake": own}) == "10.0.0.8"
+    assert host(mooncake=own) == "10.0.0.8"
     register_transport("nixl", Other)
     assert between_processes("nixl", "cpu", "10.0.0.7").name == "other"
-    with pytest.raises(ConfigurationError, match="host"):
-        transports("auto", host=7)
 
 
 @pytest.mark.parametrize("name", ["auto", "shm+nixl", "nixl"])
@@ -311,7 +307,7 @@ def test_peers_of_other_hosts_have_longer_to_write_their_last_bytes_over_nixl(na
 
     own: dict[str, object] = {"drain_s": 7.0}
     assert drain_s("10.0.0.7") == registry.FAR_DRAIN_S
-    assert drain_s("10.0.0.7", **own if name == "nixl" else {"nixl": own}) == 7.0
+    assert drain_s("10.0.0.7", nixl=own) == 7.0
     if name != "auto":
         assert drain_s("") == 5.0
 
@@ -338,9 +334,9 @@ def test_auto_needs_something_that_moves_the_pools_memory() -> None:
         register_transport(name, not_here)
     register_transport("mooncake", Other)
     with pytest.raises(ConfigurationError, match=r"none starts .* 'cuda:1': cuda_ipc \(.*mooncake \(it moves"):
-        transports("auto", device="cuda:1")
+        between_processes("auto", "cuda:1")
     with pytest.raises(UnknownNameError, match="unknown device 'tpu'"):
-        transports("auto", device="tpu")
+        between_processes("auto", "tpu")
 
 
 def test_what_was_started_is_closed_where_no_caller_gets_it() -> None:
@@ -356,7 +352,7 @@ def test_what_was_started_is_closed_where_no_caller_gets_it() -> None:
     register_transport("mooncake", not_here)
     register_transport("nixl", Other)
     with pytest.raises(ConfigurationError, match="unknown option"):
-        transports("auto", nixl={"wrong": 1})
+        between_processes("auto", network=True, nixl={"wrong": 1})
     assert closed == ["inproc"]
     register_transport("nixl", not_here)
     spec = CacheSpec.kv(1, 1, 8, "int8")

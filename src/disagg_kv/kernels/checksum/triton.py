@@ -39,6 +39,29 @@ def weighed(x: tl.tensor, col: tl.tensor, size: tl.constexpr) -> tl.tensor:
     return ((x & ((1 << 8 * size) - 1)) << within[None, :]) * keys(col * size // 4)[None, :]
 
 
+@triton.jit
+def cells_of_tile(entry: tl.tensor, within: tl.tensor, pieces: tl.constexpr) -> tl.tuple:
+    """The cells of the ``within``-th tile of an entry: their numbers, rows, units, and which of them there are."""
+    units, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+    piece = within * pieces + tl.arange(0, pieces)
+    there = piece < rows * units
+    row = piece // units
+    return piece, row, piece - row * units, there
+
+
+@triton.jit
+def place_of(entry: tl.tensor, row: tl.tensor, unit: tl.tensor) -> tl.tensor:
+    """The places of cells of an entry; see :mod:`.mixing`."""
+    return tl.load(entry + 7).to(tl.uint64) + row.to(tl.uint64) * ROW + unit.to(tl.uint64) * UNIT
+
+
+@triton.jit
+def add(entry: tl.tensor, found: tl.tensor, there: tl.tensor) -> None:
+    """Add the cells that there are, of which ``place + sum of word[j] * key[j]`` was found, to the entry's sum."""
+    into = tl.load(entry + 6).to(tl.pointer_type(tl.uint64))
+    tl.atomic_add(into, tl.sum(tl.where(there, mix(found), 0)), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["tiles", "total"])
 def checksum(
     entries: tl.tensor,
@@ -56,19 +79,12 @@ def checksum(
     size: tl.constexpr = element.primitive_bitwidth // 8
     number = tl.program_id(0)
     entry = entries + (number // tiles).to(tl.int64) * 8
-    units, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+    _piece, row, unit, there = cells_of_tile(entry, number % tiles, pieces)
     unit_bytes = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.int64)) + 5)
     length = tl.multiple_of((unit_bytes // size).to(tl.int32), aligned // size)
-
-    piece = number % tiles * pieces + tl.arange(0, pieces)
-    there = piece < rows * units
-    row = piece // units
-    unit = piece - row * units
-    cell = side(entry + 2, row, unit, there)
-    place = tl.load(entry + 7).to(tl.uint64) + row.to(tl.uint64) * ROW + unit.to(tl.uint64) * UNIT
+    cell, found = side(entry + 2, row, unit, there), place_of(entry, row, unit)
     for begin in range(0, length, columns):
         col = begin + tl.arange(0, columns)
         x = tl.load(pointers(cell, col, element, aligned), mask=there[:, None] & (col < length)[None, :], other=0)
-        place += tl.sum(weighed(x, col, size), axis=1)
-    into = tl.load(entry + 6).to(tl.pointer_type(tl.uint64))
-    tl.atomic_add(into, tl.sum(tl.where(there, mix(place), 0)), sem="relaxed")
+        found += tl.sum(weighed(x, col, size), axis=1)
+    add(entry, found, there)

@@ -1,4 +1,4 @@
-"""Launching the Triton kernels: of a pool that is read as another cache, one launch for each kind of conversion."""
+"""The Triton kernels: of a pool that is read as another cache, one launch for each kind of conversion."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from functools import cache, partial
 
 import numpy as np
 
+from ... import arguments
 from ...errors import DisaggKVError
+from ...geometry import CONVERSION_NAMES
 from ...memory import All, Buffer, Event, Flag, MemoryPool, PagedMemory
-from ..base import Checksums, Move, PageMove, PreparedGather
+from ..base import Checksums, Move, PageMove, Prepared, PreparedGather
 from ..checksum.mixing import U64
 from ..triton_copy_launch import CopyLauncher
-from ..triton_launch import Launcher, PreparedLaunch
+from ..triton_launch import Launcher, PreparedLaunch, waits_for
 from ..triton_sums import ChecksumLauncher
 from .kinds import Kind, kinds_of, op_of, split_copies
 
@@ -37,45 +39,63 @@ def _summer(kind: Kind | None) -> ChecksumLauncher:
     return ChecksumLauncher(op_of("checksum", kind))
 
 
-class Launches:
-    """What the kernels launch.
+class TritonKernels:
+    """Triton on GPUs: one launch per call and kind of conversion, on streams of their own.
 
     Args:
-        programs: most programs of a copy; see :class:`..triton_copy_launch.CopyLauncher`.
+        programs: most programs of one copy into mapped pages, each of which takes a multiprocessor or less from a
+            model that computes meanwhile. Fewer copy more slowly. None: one per multiprocessor.
     """
 
-    def __init__(self, programs: int | None) -> None:
+    name = "triton"
+    conversions = CONVERSION_NAMES
+
+    def __init__(self, programs: int | None = None) -> None:
+        if programs is not None:
+            programs = arguments.count(programs, "kernels: programs", least=1, most=1 << 20)
         self._programs = programs
-        self._gather, self.scatter = launcher("gather", None), launcher("scatter", None)
+        self._gather, self._scatter = launcher("gather", None), launcher("scatter", None)
         self._copy, self._sum = _copier(None, programs), _summer(None)
 
+    def orders(self, event: Event) -> bool:
+        """The stream waits for torch's events, but not for others; where Triton interprets, it waits for none."""
+        return waits_for(event)
+
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
-        """Enqueue a gather behind ``after``; the event of its end."""
+        """Enqueue the copy of pages into staging behind ``after``; the event of its end."""
         if pool.site.converts is None:
             return self._gather(pool, moves, staging, after)
         parts = kinds_of(pool).split(moves)
         return beside([partial(launcher("gather", kind), pool, some, staging) for kind, some, _ in parts], after)
 
     def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
-        """The same up to its launches; see :class:`..base.SupportsPreparing`."""
+        """Write the table of a gather; see :class:`..base.SupportsPreparing`."""
         if pool.site.converts is None:
             return self._gather.prepare(pool, moves, staging, moved=True)
         parts = kinds_of(pool).split(moves)
         found = _prepared(launcher("gather", kind).prepare(pool, some, staging, moved=True) for kind, some, _ in parts)
         return None if found is None else PreparedGathers(found)
 
-    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag]) -> Event | None:
-        """Enqueue a copy behind ``after``; the event of its end.
+    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """Enqueue the copy of staging into pages; the event of its end."""
+        return self._scatter(pool, moves, staging)
 
-        Conversions raise no flags. Their launches follow one another, so that all of them together take no more of the
-        GPU than one does.
+    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
+        """Write the table of a scatter and bring it to the GPU."""
+        return self._scatter.prepare(pool, moves, staging)
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None, flags: Sequence[Flag] = ()) -> Event | None:
+        """Enqueue the copy of pages into pages behind ``after``; the event of its end.
+
+        One stream raises the flags. Conversions raise none. Their launches follow one another, so that all of them
+        together take no more of the GPU than one does.
         """
         if all(move.source.pool.site.converts is None for move in moves):
             return self._copy(moves, after, flags)
         return in_turn([partial(_copier(kind, self._programs), some) for kind, some in split_copies(moves)], after)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
-        """Enqueue the sums of cells, after their conversion, behind ``after``."""
+        """Enqueue the sums of cells, after their conversion, behind ``after``, and their copy to the host."""
         if pool.site.converts is None:
             return self._sum(pool, moves, after)
         parts = [(_summer(kind)(pool, some, after), masks) for kind, some, masks in kinds_of(pool).split(moves)]
@@ -95,7 +115,7 @@ class Launches:
         for kind, numbers in kinds_of(pool).planes():
             launcher("gather", kind).warm(pool, numbers)
         if pool.site.converts is None:
-            self.scatter.warm(pool)
+            self._scatter.warm(pool)
 
     def warm_checksum(self, pool: MemoryPool) -> None:
         """Compile the checksums of a pool; see :meth:`..base.SupportsWarmUp.warm_checksum`."""

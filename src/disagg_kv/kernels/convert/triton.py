@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..checksum.triton import ROW, UNIT, mix, weighed
+from ..checksum.triton import add, cells_of_tile, place_of, weighed
 from ..moves.triton import cells_of, side
 
 INFINITY = tl.constexpr(0x7F800000)
@@ -174,15 +174,10 @@ def convert(
     wide: tl.constexpr = min(aligned, 2) if rule == "scales" else aligned
     for number in range(tl.program_id(0), total, tl.num_programs(0)):
         entry = entries + (number // tiles).to(tl.int64) * words
-        units, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
-        piece = number % tiles * pieces + tl.arange(0, pieces)
-        there = piece < rows * units
-        row = piece // units
-        unit = piece - row * units
+        piece, row, unit, there = cells_of_tile(entry, number % tiles, pieces)
         col = tl.arange(0, columns)
         read = there[:, None] & (col < elements)[None, :]
         f = float32_of(loaded(side(entry + 2, row, unit, there), col, read, source_bytes, aligned), source)
-
         # Words 6 and 7 of a plane say where its factors or the plane of its scales are.
         plane = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
         first_unit = tl.load(entry + 3)
@@ -208,10 +203,8 @@ def convert(
         where = tl.arange(0, width)
         mask = there[:, None] & (where < numbers)[None, :]
         if into == "checksum":
-            place = tl.load(entry + 7).to(tl.uint64) + row.to(tl.uint64) * ROW + unit.to(tl.uint64) * UNIT
-            place += tl.sum(weighed(tl.where(mask, code, 0), where, size), axis=1)
-            added = tl.load(entry + 6).to(tl.pointer_type(tl.uint64))
-            tl.atomic_add(added, tl.sum(tl.where(there, mix(place), 0)), sem="relaxed")
+            found = tl.sum(weighed(tl.where(mask, code, 0), where, size), axis=1)
+            add(entry, place_of(entry, row, unit) + found, there)
         else:
             if into == "copy":
                 cell = side(entry + 6, row, unit, there)

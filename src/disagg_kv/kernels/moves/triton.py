@@ -3,7 +3,7 @@
 A *piece* is a run of bytes that is contiguous on both sides: all wanted units of a row where the units of a row lie
 side by side, else one unit. A tile is ``pieces`` pieces by ``columns`` elements. What differs from one request to the
 next is read from memory, so that nothing is compiled again: an entry says what to move, a plane where it lies;
-:mod:`..triton_tables` writes both and says which word is which. All kernels take the same arguments:
+:mod:`..triton_tables` writes both and says which word is which. All kernels begin with the same arguments:
 
 entries
     int64, the call's table.
@@ -100,16 +100,18 @@ def tile(
     return piece, row, piece - row * runs, run_bytes, col, there, there[:, None] & (col < length)[None, :]
 
 
-@triton.jit
-def staged(
+@triton.jit(do_not_specialize=["tiles", "total"])
+def stage(
     entries: tl.tensor,
     tiles: tl.tensor,
+    total: tl.tensor,
     element: tl.constexpr,
     aligned: tl.constexpr,
     pieces: tl.constexpr,
     columns: tl.constexpr,
-) -> tl.tuple:
-    """Pointers into pages and staging ``[pieces, columns]`` and their mask, for this program."""
+    into: tl.constexpr,
+) -> None:
+    """Copy one tile of pages into staging, a gather, or of staging into pages, a scatter: ``into`` says which."""
     size: tl.constexpr = element.primitive_bitwidth // 8
     number = tl.program_id(0)
     entry = entries + (number // tiles).to(tl.int64) * 8
@@ -120,37 +122,11 @@ def staged(
     )
     place = tl.load(entry + 6) + piece.to(tl.int64) * run_bytes
     cells = pointers(side(entry + 2, row, unit, there), col, element, aligned)
-    return cells, pointers(place, col, element, aligned), mask
-
-
-@triton.jit(do_not_specialize=["tiles", "total"])
-def gather(
-    entries: tl.tensor,
-    tiles: tl.tensor,
-    total: tl.tensor,
-    element: tl.constexpr,
-    aligned: tl.constexpr,
-    pieces: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
-    """Copy one tile of pages into staging."""
-    cells, places, mask = staged(entries, tiles, element, aligned, pieces, columns)
-    tl.store(places, tl.load(cells, mask=mask), mask=mask)
-
-
-@triton.jit(do_not_specialize=["tiles", "total"])
-def scatter(
-    entries: tl.tensor,
-    tiles: tl.tensor,
-    total: tl.tensor,
-    element: tl.constexpr,
-    aligned: tl.constexpr,
-    pieces: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
-    """Copy one tile of staging into pages."""
-    cells, places, mask = staged(entries, tiles, element, aligned, pieces, columns)
-    tl.store(cells, tl.load(places, mask=mask), mask=mask)
+    places = pointers(place, col, element, aligned)
+    if into == "staging":
+        tl.store(places, tl.load(cells, mask=mask), mask=mask)
+    else:
+        tl.store(cells, tl.load(places, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tiles", "total"])
