@@ -24,7 +24,7 @@ from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import PageTable
 from disagg_kv.ids import GroupId, RegionId, Role, RoomId
-from disagg_kv.kernels import Kernels, triton_kernels
+from disagg_kv.kernels import Kernels, gpu_kernels
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import Event, PagedPool
 from disagg_kv.rendezvous import Source, StaticRendezvous
@@ -372,7 +372,7 @@ def _how(shape: TransferShape, name: str) -> _How:
     if name in shape.verified.values():
         how["verify"] = shape.verify
     if shape.programs is not None:
-        how["kernels"] = triton_kernels(shape.programs)
+        how["kernels"] = gpu_kernels(shape.programs)
     return how
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disagg_kv.geometry import CONVERSIONS, PageTable, elect, shard
-from disagg_kv.kernels import Move, PageMove, Pages, ReferenceKernels, triton_kernels
+from disagg_kv.kernels import Move, PageMove, Pages, ReferenceKernels, gpu_kernels
 from disagg_kv.kernels.convert.triton import convert
 from disagg_kv.memory import Buffer, ConvertedPool, Event, Layout, MappedPool, PagedMemory, PagedPool, new_buffer
 from disagg_kv.planning import PairPlan, Segment
@@ -28,18 +28,18 @@ LONG = 3_000_000_000
 
 @pytest.mark.parametrize("case", EVEN, ids=lambda case: case.name)
 def test_gathers_and_sums_equal_the_reference(case: Case) -> None:
-    check(triton_kernels(), case, "NHD", "cuda")
+    check(gpu_kernels(), case, "NHD", "cuda")
 
 
 @pytest.mark.parametrize("shifts", [(0, 0), (1, 0), (0, 1), (2, 4)])
 def test_cells_of_any_length_are_converted_at_any_address(shifts: tuple[int, int]) -> None:
     for case in ODD:
-        check(triton_kernels(), case, "HND", "cuda", shifts)
+        check(gpu_kernels(), case, "HND", "cuda", shifts)
 
 
 @pytest.mark.parametrize(("source", "target"), sorted(CONVERSIONS))
 def test_every_code_becomes_what_the_reference_says(source: str, target: str) -> None:
-    every_code(triton_kernels(), source, target, "cuda")
+    every_code(gpu_kernels(), source, target, "cuda")
 
 
 @pytest.mark.parametrize("case", EVEN, ids=lambda case: case.name)
@@ -47,7 +47,7 @@ def test_copies_equal_the_reference_on_every_byte_of_all_pools(case: Case) -> No
     """Into every layout in one call; what needs no conversion is copied as it is."""
     targets: list[Kind] = [(*kind, size) for kind, size in zip(KINDS, (16, 3, 64), strict=True)]
     grid = CopyGrid.between(("NHD", False, 4), targets, (case.source, case.target), SLICES)
-    check_copy(triton_kernels(), grid, "cuda")
+    check_copy(gpu_kernels(), grid, "cuda")
 
 
 RULES = [4, 7, len(ODD) // 2, len(ODD) - 1]
@@ -59,21 +59,21 @@ def test_copies_between_pages_of_all_kinds_equal_the_reference(kind: tuple[Layou
     """For every rule of scales, wide accesses and narrow ones."""
     targets: list[Kind] = [(*into, size) for into in KINDS for size in (1, 4, 64)]
     for case in (of[i] for i in RULES for of in (ODD, EVEN)):
-        check_copy(triton_kernels(), CopyGrid.between((*kind, page_size), targets, case.of_one_layer, SLICES), "cuda")
+        check_copy(gpu_kernels(), CopyGrid.between((*kind, page_size), targets, case.of_one_layer, SLICES), "cuda")
 
 
 @pytest.mark.parametrize("shifts", [(0, 0), (1, 0), (0, 1), (2, 4)])
 def test_cells_of_any_length_are_copied_from_and_to_any_address(shifts: tuple[int, int]) -> None:
     for case in ODD:
         grid = CopyGrid.between(("HND", False, 4), [("NHD", False, 3)], (case.source, case.target), SLICES)
-        check_copy(triton_kernels(), grid, "cuda", shifts)
+        check_copy(gpu_kernels(), grid, "cuda", shifts)
 
 
 def test_a_bounded_launch_copies_the_same() -> None:
     """Each program goes on until all is converted."""
     for case, programs in itertools.product((EVEN[4], EVEN[-1]), (1, 5)):
         grid = CopyGrid.between(("NHD", False, 16), [("HND", False, 64)], (case.source, case.target), SLICES)
-        check_copy(triton_kernels(programs), grid, "cuda")
+        check_copy(gpu_kernels(programs), grid, "cuda")
 
 
 def _wait(event: Event | None) -> None:
@@ -112,7 +112,7 @@ def _compiled() -> int:
 @pytest.mark.parametrize("case", [EVEN[4], EVEN[-1]], ids=lambda case: case.name)
 def test_after_the_warm_up_nothing_is_compiled(case: Case) -> None:
     """Whatever rows a first request takes, by gather or copy; with memory for arguments, nothing waits for the GPU."""
-    triton = triton_kernels()
+    triton = gpu_kernels()
     _own, source, (target, wanted, _) = _pools(case)
     triton.warm(source)
     triton.warm_copy(source, MappedPool(target.site, target.buffers))
@@ -129,7 +129,7 @@ def test_after_the_warm_up_nothing_is_compiled(case: Case) -> None:
 @pytest.mark.parametrize("case", [EVEN[4], ODD[-1]], ids=lambda case: case.name)
 def test_conversions_wait_for_the_engines_event_and_prepared_ones_are_launched_once(case: Case) -> None:
     """By copy and by gather; every slot of what is dropped comes back."""
-    triton = triton_kernels()
+    triton = gpu_kernels()
     own, source, (target, wanted, other) = _pools(case)
     moves, nbytes = moves_of(source)
     staging, gathered = (new_buffer(nbytes + 64, "cuda") for _ in range(2))

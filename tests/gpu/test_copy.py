@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, Kernels, Move, PageMove, Pages, triton_kernels
+from disagg_kv.kernels import KERNELS, Kernels, Move, PageMove, Pages, gpu_kernels
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.moves.triton import copy as copy_kernel
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher
@@ -25,7 +25,7 @@ from tests.support.kernel_cases import CopyCase, copy_cases
 from tests.support.kernel_grid import ALIGNMENTS, buffer_on, content_of, placed
 from tests.support.pools import KV, copies, staged_layout
 
-TRITON = triton_kernels()
+TRITON = gpu_kernels()
 SLICES = [(0, 0, 1), (0, 2, 1), (1, 0, 2), (0, 1, 2), (0, 0, 3), (2, 1, 1)]
 PAGE_SIZES = [1, 2, 3, 4, 16, 64, 256]
 KINDS: Sequence[tuple[Layout, bool]] = [("NHD", False), ("HND", False), ("NHD", True)]
@@ -53,7 +53,7 @@ def test_memory_may_be_misaligned_on_either_side(shifts: tuple[int, int]) -> Non
 def test_a_bounded_launch_copies_the_same(programs: int) -> None:
     """Each program goes on until all is copied."""
     grid = CopyGrid.of(("NHD", False, 16), [("NHD", False, 64), ("HND", False, 16)], 16, SLICES)
-    check_copy(triton_kernels(programs), grid, "cuda")
+    check_copy(gpu_kernels(programs), grid, "cuda")
 
 
 @pytest.mark.parametrize("kernels", [TRITON, KERNELS["reference"]()], ids=["triton", "reference"])

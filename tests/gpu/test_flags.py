@@ -17,7 +17,7 @@ import torch
 
 from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
 from disagg_kv.ids import LayerId, RegionId
-from disagg_kv.kernels import PageMove, Pages, triton_kernels
+from disagg_kv.kernels import PageMove, Pages, gpu_kernels
 from disagg_kv.memory import Buffer, PagedPool
 from disagg_kv.planning import PageCopy
 from disagg_kv.transports import SupportsFlags, SupportsMapping, Transport
@@ -92,7 +92,7 @@ def test_who_sees_a_flag_finds_the_bytes(pipe: Connection) -> None:
     transport: Transport = cuda_ends.cuda_ipc()
     assert isinstance(transport, SupportsFlags)
     assert isinstance(transport, SupportsMapping)
-    kernels = triton_kernels()
+    kernels = gpu_kernels()
     tensor, buffer = memory()
     transport.register([buffer])
     peer = transport.connect(descriptor, TIMEOUT_S)

@@ -38,7 +38,7 @@ from disagg_kv.geometry import (
     stages,
 )
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.kernels import triton_kernels
+from disagg_kv.kernels import gpu_kernels
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreRendezvous
@@ -489,7 +489,7 @@ def _pool() -> PagedPool:
 covers("MappedPool.__init__", site="thing", buffers="things")(
     lambda bench: (MappedPool, {"site": _pool().site, "buffers": _pool().buffers})
 )
-plain("triton_kernels", triton_kernels, {"programs": None}, programs="count or none")
+plain("gpu_kernels", gpu_kernels, {"programs": None}, programs="count or none")
 plain("room_id", room_id, {"text": "req-1"}, text="name or long")
 covers("attempt_id", request="room", attempt="count")(
     lambda bench: (attempt_id, {"request": bench.room(), "attempt": 2})

@@ -13,7 +13,7 @@ from .base import (
     SupportsStreams,
     SupportsWarmUp,
 )
-from .select import KERNELS, CpuKernels, ReferenceKernels, available, kernels_for, triton_kernels
+from .select import KERNELS, CpuKernels, ReferenceKernels, available, gpu_kernels, kernels_for
 
 __all__ = [
     "KERNELS",
@@ -31,6 +31,6 @@ __all__ = [
     "SupportsStreams",
     "SupportsWarmUp",
     "available",
+    "gpu_kernels",
     "kernels_for",
-    "triton_kernels",
 ]

@@ -114,7 +114,7 @@ class CpuKernels:
         return Checksums(None, lambda: sums)
 
 
-def triton_kernels(programs: int | None = None) -> TritonKernels:
+def gpu_kernels(programs: int | None = None) -> TritonKernels:
     """Triton's, on GPUs.
 
     Args:
@@ -131,7 +131,7 @@ def triton_kernels(programs: int | None = None) -> TritonKernels:
 
 
 KERNELS: Mapping[str, Callable[[], Kernels]] = MappingProxyType(
-    {"reference": ReferenceKernels, "cpu": CpuKernels, "triton": triton_kernels}
+    {"reference": ReferenceKernels, "cpu": CpuKernels, "triton": gpu_kernels}
 )
 """What makes each implementation, by its name."""
 
@@ -145,7 +145,7 @@ def kernels_for(device: str) -> Kernels:
     kind = device.partition(":")[0]
     if kind == "cuda":
         try:
-            return triton_kernels()
+            return gpu_kernels()
         except MissingDependencyError as error:
             log.warning("memory on %s uses the reference kernels, which are many times slower: %s", device, error)
             return ReferenceKernels()

@@ -10,7 +10,7 @@ from attrs import define
 
 from disagg_kv.core import Verify
 from disagg_kv.geometry import CacheSpec, Component
-from disagg_kv.kernels import triton_kernels
+from disagg_kv.kernels import gpu_kernels
 from disagg_kv.kernels.triton_kernels import OPS
 from disagg_kv.kernels.triton_launch import Host
 from disagg_kv.kernels.triton_shapes import shapes
@@ -81,11 +81,9 @@ def test_no_kernel_is_compiled_for_a_peer_with_the_same_cache(
 ) -> None:
     """Each side knows its own pool alone when it compiles; whatever the peer holds and however, the rest are values."""
     rig, memory = Rig(spec), Memory(page_size=page_size, pages=32, layout=layout, fused=fused)
-    prefills = rig.prefill(tp_shards(spec, *ours), strategy=path, verify=verify, kernels=triton_kernels())
+    prefills = rig.prefill(tp_shards(spec, *ours), strategy=path, verify=verify, kernels=gpu_kernels())
     by_prefill, compiler.compiled = compiler.compiled, set()
-    decodes = rig.decode(
-        tp_shards(spec, *theirs), memory=memory, strategy=path, verify=verify, kernels=triton_kernels()
-    )
+    decodes = rig.decode(tp_shards(spec, *theirs), memory=memory, strategy=path, verify=verify, kernels=gpu_kernels())
     by_decode, compiler.compiled = compiler.compiled, set()
     rig.request("room", prefills, decodes, 9).start(9).landed()
     assert compiler.compiled <= by_prefill
@@ -99,8 +97,8 @@ def test_no_kernel_is_compiled_for_a_peer_with_the_same_cache(
 def test_a_conversion_is_compiled_when_the_peer_that_wants_it_is_connected(compiler: Compiler) -> None:
     """Which dtype that has, our pool does not say; the request finds it compiled."""
     rig = Rig(KV, decoded=KV.cast("float32"))
-    prefills = rig.prefill(tp_shards(KV, 1), strategy="mapped", kernels=triton_kernels())
-    decodes = rig.decode(tp_shards(rig.decode_spec, 2), strategy="mapped", kernels=triton_kernels())
+    prefills = rig.prefill(tp_shards(KV, 1), strategy="mapped", kernels=gpu_kernels())
+    decodes = rig.decode(tp_shards(rig.decode_spec, 2), strategy="mapped", kernels=gpu_kernels())
     before = set(compiler.compiled)
     rig.request("room", prefills, decodes, 9).start(9).landed()
     assert compiler.compiled > before

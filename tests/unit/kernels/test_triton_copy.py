@@ -23,7 +23,7 @@ from disagg_kv.kernels import (
     Pages,
     ReferenceKernels,
     SupportsWarmUp,
-    triton_kernels,
+    gpu_kernels,
 )
 from disagg_kv.kernels.triton_copies import CopyCall, CopyPatterns
 from disagg_kv.kernels.triton_copy_launch import CopyLauncher, bits_of
@@ -123,7 +123,7 @@ def test_a_launch_takes_no_more_programs_than_it_may(most: int) -> None:
 @pytest.mark.parametrize("programs", [0, -1, 1.5, "many", (1 << 20) + 1])
 def test_a_bound_that_is_no_number_of_programs_is_refused(programs: object) -> None:
     with pytest.raises(ConfigurationError, match="programs"):
-        triton_kernels(programs)  # type: ignore[arg-type]
+        gpu_kernels(programs)  # type: ignore[arg-type]
 
 
 def test_pages_are_read_only_after_the_event() -> None:

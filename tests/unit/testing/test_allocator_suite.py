@@ -287,7 +287,7 @@ MUTANTS: list[tuple[type[FirstFit], str, str]] = [
     (AnyBuffer, "a_lease_of_another_buffer_is_refused", "wanted a LocalProtocolError"),
     (RaisesWhenFull, FULL, "this buffer"),
     (WaitsForEver, "more_than_the_buffer_is_refused_with_both_sizes", "not refused"),
-    (AnySize, "a_lease_of_nothing_is_refused", "not with a ConfigurationError"),
+    (AnySize, "a_lease_of_nothing_is_refused", "wanted a ConfigurationError"),
     (HalfOfIt, "an_eighth_of_an_empty_buffer_is_one_lease", "no lease of 128 bytes"),
     (Coarse, "it_says_what_it_was_made_of", "a capacity of 960"),
 ]
