@@ -57,7 +57,7 @@ SMALL = CacheSpec.kv(1, 2, 4, "float16")
 
 
 def test_a_gpu_is_served_by_triton_and_everything_works_here() -> None:
-    assert kernels_for("cuda:0") is TRITON
+    assert type(kernels_for("cuda:0")) is type(TRITON)
     assert available() == dict.fromkeys(KERNELS)
 
 
