@@ -116,7 +116,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a run of pages is one too long",
            TABLES + "_runs_of", "np.append(starts, len(pages))", "np.append(starts, len(pages) + 1)"),
     Mutant("a request exposes more pages than it may name",
-           TABLES + "excess", "if (count := named(tables)) > most:", "if (count := named(tables)) > 4 * most:"),
+           TABLES + "excess", "for table in tables)) > most:", "for table in tables)) > 4 * most:"),
     Mutant("what is forgotten after its time keeps its place",
            ARRIVALS + "tick", "self.forget(room, peer)", "self._kept[room].pop(peer)"),
     Mutant("a copy into mapped pages does not wait for its rows",
