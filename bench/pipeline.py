@@ -227,7 +227,7 @@ def plot_svg(report: PipelineReport) -> str:
     tokens = [one.tokens for one in report.lengths]
     across = _axis(tokens, edge, width - 16)
     up = _axis([s for of in series.values() for s in of], height - edge, 16)
-    colours = {}
+    colours: dict[str, tuple[str, str]] = {}
     for number, pair in enumerate(LINES.values()):
         colours |= {f".line{number} stroke": pair, f".name{number} fill": pair}
     parts = opened("Time to first token against prompt tokens", width, height, 12, colours)
