@@ -284,7 +284,7 @@ def engines(session: nox.Session) -> None:
     of_vllm, of_sglang = vllm(session), sglang(session)
     session.env["DISAGG_KV_SGLANG_PYTHON"] = of_sglang
     reports, failed = [], False
-    for name, python in (("vllm", of_vllm), ("sglang", of_sglang), ("between", of_vllm)):
+    for name, python in (("router", of_vllm), ("vllm", of_vllm), ("sglang", of_sglang), ("between", of_vllm)):
         reports.append(Path(session.create_tmp()).absolute() / f"{name}.xml")
         files = map(str, sorted((ROOT / "tests" / "engines").glob(f"test_{name}*.py")))
         try:

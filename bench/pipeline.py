@@ -13,6 +13,7 @@ from disagg_kv.planning import exposed_s
 
 from .machine import Machine
 from .shape import TransferShape
+from .svg import opened
 from .transfer import Quantiles, Turns, run_turns
 
 PER_CHUNK = "staged"
@@ -207,7 +208,12 @@ def _paired(base: Turns, other: Turns) -> float:
     return float(np.median(ratios))
 
 
-COLOURS = {"per chunk": "#c2410c", "pipelined": "#1d4ed8", "bound": "#6b7280"}
+LINES = {
+    "per chunk": ("#c2410c", "#fdba74"),
+    "pipelined": ("#1d4ed8", "#93c5fd"),
+    "bound": ("#6b7280", "#9ca3af"),
+}
+"""The colours of the lines: on a light ground, and on a dark one."""
 
 
 def plot_svg(report: PipelineReport) -> str:
@@ -221,18 +227,17 @@ def plot_svg(report: PipelineReport) -> str:
     tokens = [one.tokens for one in report.lengths]
     across = _axis(tokens, edge, width - 16)
     up = _axis([s for of in series.values() for s in of], height - edge, 16)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    colours: dict[str, tuple[str, str]] = {}
+    for number, pair in enumerate(LINES.values()):
+        colours |= {f".line{number} stroke": pair, f".name{number} fill": pair}
+    parts = opened("Time to first token against prompt tokens", width, height, 12, colours)
     for n in tokens:
         parts.append(f'<text x="{across(n):.0f}" y="{height - edge + 18}" text-anchor="middle">{n:,}</text>')
     for number, (name, of) in enumerate(series.items()):
         points = " ".join(f"{across(n):.1f},{up(s):.1f}" for n, s in zip(tokens, of, strict=True))
         dash = ' stroke-dasharray="5 4"' if name == "bound" else ""
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{edge + 8}" y="{28 + 16 * number}" fill="{COLOURS[name]}">{name}</text>')
+        parts.append(f'<polyline class="line{number}" points="{points}" fill="none" stroke-width="2"{dash}/>')
+        parts.append(f'<text class="name{number}" x="{edge + 8}" y="{28 + 16 * number}">{name}</text>')
     for n, s in zip(tokens, series["per chunk"], strict=True):
         parts.append(f'<text x="{across(n):.0f}" y="{up(s) - 6:.0f}" text-anchor="middle">{s * 1e3:,.0f} ms</text>')
     caption = f"time to first token against prompt tokens, {report.emulated} emulated"

@@ -12,6 +12,7 @@ from attrs import field, frozen
 from .machine import Machine
 from .prefix_emulation import Emulation, Emulator, Run
 from .prefix_workload import PrefixShape, prompts_of
+from .svg import opened
 
 LIMITS: Mapping[str, float] = {"bytes_over_ideal": 1.02, "ttft_over_ideal": 1.10, "latency_at_equal_batch": 1.05}
 """Ratios that the run with prefixes must hold."""
@@ -173,26 +174,28 @@ PANELS: Sequence[tuple[str, str, float]] = (
     ("between tokens, ms", "latency", 1e3),
     ("requests/s", "requests_per_s", 1.0),
 )
-COLOURS: Mapping[str, str] = {"off": "#9aa0a6", "on": "#3f51b5", "ideal": "#80cbc4"}
+COLOURS = {
+    ".off fill": ("#9aa0a6", "#94a3b8"),
+    ".on fill": ("#3f51b5", "#a5b4fc"),
+    ".ideal fill": ("#80cbc4", "#2dd4bf"),
+}
+"""Of the bars: on a light ground, and on a dark one."""
+RUNS = ("off", "on", "ideal")
 
 
 def plot_svg(report: PrefixReport) -> str:
     """An SVG picture: a panel per figure, a bar per run."""
     width, height, bar = 130, 150, 26
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * len(PANELS)}" height="{height + 60}" '
-        'font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+    parts = opened("With held prefixes and without", width * len(PANELS), height + 60, 11, COLOURS)
     for number, (title, name, scale) in enumerate(PANELS):
         left = number * width + 16
-        values = {run: float(getattr(getattr(report, run), name)) * scale for run in COLOURS}
+        values = {run: float(getattr(getattr(report, run), name)) * scale for run in RUNS}
         most = max(values.values()) or 1.0
         parts.append(f'<text x="{left}" y="16" font-weight="bold">{title}</text>')
         for place, (run, value) in enumerate(values.items()):
             x, tall = left + place * (bar + 6), height * 0.75 * value / most
             y = height + 20 - tall
-            parts.append(f'<rect x="{x}" y="{y:.1f}" width="{bar}" height="{tall:.1f}" fill="{COLOURS[run]}"/>')
+            parts.append(f'<rect x="{x}" y="{y:.1f}" width="{bar}" height="{tall:.1f}" class="{run}"/>')
             parts.append(f'<text x="{x + bar / 2}" y="{y - 4:.1f}" text-anchor="middle">{value:.3g}</text>')
             parts.append(f'<text x="{x + bar / 2}" y="{height + 36}" text-anchor="middle">{run}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

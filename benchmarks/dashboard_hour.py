@@ -198,6 +198,9 @@ def _quantile(query: Query, buckets: Mapping[Labels, float]) -> float | None:
 
 CELL, ROW, EDGE = 220, 168, 10
 LINES = ("#4f46e5", "#c2410c", "#15803d", "#b91c1c", "#0e7490", "#a16207", "#9333ea", "#64748b")
+DARK = ("#a5b4fc", "#fdba74", "#86efac", "#fca5a5", "#67e8f9", "#fde047", "#d8b4fe", "#cbd5e1")
+"""The colours of the lines: on a light ground, and on a dark one."""
+
 STYLE = """
 text { fill: #1f2937; font-size: 10px; }
 .bg { fill: #ffffff; } .panel { fill: #f8fafc; stroke: #cbd5e1; } .grid { stroke: #cbd5e1; }
@@ -207,6 +210,9 @@ path { fill: none; stroke-width: 1.4; }
   text { fill: #e5e7eb; } .bg { fill: #0f172a; } .panel { fill: #1e293b; stroke: #475569; } .grid { stroke: #475569; }
 }
 """.strip()
+STYLE += "\n" + " ".join(f".line{n} {{ stroke: {colour}; }}" for n, colour in enumerate(LINES))
+STYLE += "\n@media (prefers-color-scheme: dark) {\n  "
+STYLE += " ".join(f".line{n} {{ stroke: {colour}; }}" for n, colour in enumerate(DARK)) + "\n}"
 
 
 def draw(panels: Sequence[tuple[Panel, Sequence[Series]]]) -> str:
@@ -242,7 +248,7 @@ def _panel(panel: Panel, series: Sequence[Series], left: float, top: float) -> I
     yield f'<text x="{plot_left}" y="{bottom}">0</text>'
     yield f'<text x="{plot_left + plot_wide}" y="{bottom}" text-anchor="end">{end / 60:g} min</text>'
     drawn = [one for one in series if any(value for _, value in one.points)]
-    for colour, one in zip(LINES, drawn, strict=False):
+    for number, one in enumerate(drawn[: len(LINES)]):
         path, pen = "", "M"
         for at, value in one.points:
             if value is None:
@@ -250,7 +256,7 @@ def _panel(panel: Panel, series: Sequence[Series], left: float, top: float) -> I
                 continue
             path += f"{pen}{plot_left + plot_wide * at / end:.1f} {plot_top + plot_tall * (1 - value / most):.1f}"
             pen = "L"
-        yield f'<path stroke="{colour}" d="{path}"/>'
+        yield f'<path class="line{number}" d="{path}"/>'
     yield from _legend(drawn, left + 8, bottom + 14)
 
 
@@ -259,11 +265,11 @@ def _legend(drawn: Sequence[Series], left: float, top: float) -> Iterator[str]:
     if not drawn:
         yield f'<text x="{left}" y="{top}">0 all the time</text>'
     x, y = left, top
-    for colour, one in zip(LINES, drawn, strict=False):
+    for number, one in enumerate(drawn[: len(LINES)]):
         wide = 16 + 5.6 * len(one.name)
         if x > left and x + wide > left + CELL - EDGE - 12:
             x, y = left, y + 12
-        yield f'<path stroke="{colour}" d="M{x:.0f} {y - 3:.0f}h8"/>'
+        yield f'<path class="line{number}" d="M{x:.0f} {y - 3:.0f}h8"/>'
         yield f'<text x="{x + 11:.0f}" y="{y:.0f}">{escape(one.name)}</text>'
         x += wide
 

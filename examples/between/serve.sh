@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Serve MODEL from SGLang and vLLM, behind router.py on port 8000: the engine that is named first prefills.
+# Serve MODEL from SGLang and vLLM, behind ../router.py on port 8000: the engine that is named first prefills.
 #
 #   examples/between/serve.sh sglang|vllm MODEL
 #
@@ -39,4 +39,4 @@ for server in "$prefill_port" "$decode_port"; do
         sleep 1
     done
 done
-"${ROUTER_PYTHON:-python3}" "$here/router.py" --port "$port" --prefill "$from" --decode "$decode=127.0.0.1:$decode_port"
+"${ROUTER_PYTHON:-python3}" "$here/../router.py" --port "$port" --prefill "$from" --decode "$decode=127.0.0.1:$decode_port"

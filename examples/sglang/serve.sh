@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Serve MODEL from one prefill and one decode server of SGLang, behind router.py on port 8000. Other arguments go to both.
+# Serve MODEL from one prefill and one decode server of SGLang, behind ../router.py on port
+# 8000. Other arguments go to both.
 #
 #   examples/sglang/serve.sh MODEL [options of sglang.launch_server]
 #
@@ -23,4 +24,5 @@ for server in "$prefill_port" "$decode_port"; do
         sleep 1
     done
 done
-python3 "$here/router.py" --port "$port" --prefill "127.0.0.1:$prefill_port/$bootstrap" --decode "127.0.0.1:$decode_port"
+python3 "$here/../router.py" --port "$port" --prefill "sglang=127.0.0.1:$prefill_port/$bootstrap" \
+    --decode "sglang=127.0.0.1:$decode_port"

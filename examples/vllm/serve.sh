@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Serve MODEL from a prefill and a decode instance of vLLM, behind router.py on port 8000.
+# Serve MODEL from a prefill and a decode instance of vLLM, behind ../router.py on port 8000.
 #
 #   examples/vllm/serve.sh MODEL [options of vllm serve, for both instances]
 #
@@ -110,8 +110,8 @@ prefill | decode)
             sleep 1
         done
     done
-    python3 "$here/router.py" --port "$port" --prefill "http://localhost:$prefill_port" \
-        --decode "http://localhost:$decode_port" ${AFTER_PREFILL:+--after-prefill} &
+    python3 "$here/../router.py" --port "$port" --prefill "vllm=localhost:$prefill_port" \
+        --decode "vllm=localhost:$decode_port" ${AFTER_PREFILL:+--after-prefill} &
     until curl --silent "localhost:$port" >/dev/null; do sleep 0.2; done
     say "ready: http://localhost:$port/v1/completions"
     wait -n

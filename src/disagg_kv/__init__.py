@@ -2,7 +2,7 @@
 
 An engine builds a pool over its cache, opens a :class:`PrefillEndpoint` or a :class:`DecodeEndpoint` per rank, and
 opens a room per request. These are the names that an engine needs, and the five Protocols that it may implement. Every
-other public name is imported from its package, as docs/reference.md lists them. What it does not list is private.
+other public name is imported from its package: docs/reference-packages.md lists them. All else is private.
 """
 
 from .channels import UnixChannel, ZmqChannel

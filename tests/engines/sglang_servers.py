@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = Path(__file__).with_name("sglang_cpu")
-ROUTER = ROOT / "examples" / "sglang" / "router.py"
+ROUTER = ROOT / "examples" / "router.py"
 START_S = 240
 ANSWER_S = 120
 
@@ -195,14 +195,14 @@ def serve(prefill: Server, decode: Server, room: int, tokens: Sequence[int], cou
 
 
 class Router:
-    """The router of ``examples/sglang``, in a process of its own, between two servers."""
+    """The router of ``examples``, in a process of its own, between two servers."""
 
     def __init__(self, prefill: Server, decode: Server) -> None:
         self.port = free_port()
         self._process = subprocess.Popen(
             [
                 sys.executable, str(ROUTER), "--port", str(self.port), "--prefill",
-                f"127.0.0.1:{prefill.port}/{prefill.bootstrap}", "--decode", f"127.0.0.1:{decode.port}",
+                f"sglang=127.0.0.1:{prefill.port}/{prefill.bootstrap}", "--decode", f"sglang=127.0.0.1:{decode.port}",
             ],
             stdin=subprocess.DEVNULL,
         )  # fmt: skip

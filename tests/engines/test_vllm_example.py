@@ -243,10 +243,8 @@ def test_a_completion_over_http(reader: Reader) -> None:
 
 def test_two_routers_serve_the_same_instances(reader: Reader) -> None:
     """One asks at once, the other one after prefill, with requests in flight together."""
-    servers = " ".join(f"--{one} http://127.0.0.1:{reader.ports[one]}" for one in ("prefill", "decode"))
-    reader.begins(
-        "second", f"exec python3 examples/vllm/router.py --port {reader.other_port} --after-prefill {servers}"
-    )
+    servers = " ".join(f"--{one} vllm=127.0.0.1:{reader.ports[one]}" for one in ("prefill", "decode"))
+    reader.begins("second", f"exec python3 examples/router.py --port {reader.other_port} --after-prefill {servers}")
 
     def listens() -> bool:
         with suppress(OSError):

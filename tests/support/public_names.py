@@ -31,8 +31,13 @@ def entries() -> list[tuple[str, str]]:
     pages = "".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
     listed = re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
     suites = re.findall(r"^\| `(\w+\.\w+Suite)` \|", (ROOT / "docs/suites.md").read_text(), re.MULTILINE)
-    split = [one.rpartition(".") for one in (*listed, *(f"disagg_kv.testing.{suite}" for suite in suites))]
-    return [(head, tail) if tail[0].isupper() else (f"{head}.{tail}", "") for head, _, tail in split]
+    names = (*listed, *(f"disagg_kv.testing.{suite}" for suite in suites))
+    return [(name, "") if _is_module(name) else (name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
+
+
+def _is_module(name: str) -> bool:
+    place = ROOT.joinpath("src", *name.split("."))
+    return place.is_dir() or place.with_suffix(".py").exists()
 
 
 def names_of(module: ModuleType) -> list[str]:
@@ -55,10 +60,12 @@ def names_of(module: ModuleType) -> list[str]:
 def everything() -> dict[str, object]:
     """Each public object of the packages, by its full name."""
     found: dict[str, object] = {}
-    for where, name in entries():
+    for where in (where for where, name in entries() if not name):
         module = importlib.import_module(where)
-        found |= {f"{where}.{one}": getattr(module, one) for one in ([name] if name else names_of(module))}
-    return found
+        found |= {f"{where}.{one}": getattr(module, one) for one in names_of(module)}
+    known = {id(thing) for thing in found.values()}
+    single = {f"{where}.{name}": getattr(importlib.import_module(where), name) for where, name in entries() if name}
+    return found | {name: thing for name, thing in single.items() if id(thing) not in known}
 
 
 def homes() -> dict[str, str]:

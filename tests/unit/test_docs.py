@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -120,6 +121,17 @@ def test_relative_links_of_the_readme_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text()
     targets = [part.split(")")[0].split("#")[0] for part in text.split("](")[1:]]
     assert [t for t in targets if t and "://" not in t and not (ROOT / t).exists()] == []
+
+
+def test_the_source_archive_has_what_the_readme_names() -> None:
+    """Hatchling adds the license and pyproject.toml by itself."""
+    text = words("README.md")
+    linked = {part.split(")")[0].split("#")[0] for part in text.split("](")[1:] if "://" not in part.split(")")[0]}
+    named = set(re.findall(r"python (examples/[\w/.]+)", text))
+    build = tomllib.loads(words("pyproject.toml"))["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert len(linked) > 20
+    assert named
+    assert {one.split("/")[0] for one in linked | named} - {*build, "LICENSE"} == set()
 
 
 def test_a_block_knows_its_line_its_marker_and_whether_it_is_skipped() -> None:
@@ -240,4 +252,5 @@ def test_the_matrix_has_every_model_that_the_engines_run() -> None:
 def test_the_reference_has_every_layer() -> None:
     """What users do not import, the command line, is left out."""
     layers = {path.parent.name for path in (ROOT / "src/disagg_kv").glob("*/__init__.py")} - {"cli"}
-    assert [name for name in sorted(layers) if f"\n::: disagg_kv.{name}" not in words("docs/reference.md")] == []
+    listed = words("docs/reference-packages.md")
+    assert [name for name in sorted(layers) if f"\n::: disagg_kv.{name}" not in listed] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from difflib import unified_diff
 import pytest
 
 import disagg_kv
-from tests.support.public_names import COMMAND, ROOT, SNAPSHOT, entries, homes, lines, snapshot
+from tests.support.public_names import COMMAND, ROOT, SNAPSHOT, entries, everything, homes, lines, snapshot
 
 
 def test_names_and_signatures_are_those_of_the_file() -> None:
@@ -30,6 +31,19 @@ def test_the_reference_begins_with_the_names_that_an_engine_imports() -> None:
     table = (ROOT / "docs/reference.md").read_text().split("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == disagg_kv.__all__
+
+
+def test_every_public_method_says_what_it_does_where_it_is_defined() -> None:
+    """A reader of the reference, or of ``help()``, needs no second page."""
+    members = {
+        f"{name}.{one}": inspect.getdoc(member) or ""
+        for name, thing in everything().items()
+        if inspect.isclass(thing)
+        for one, member in inspect.getmembers(thing)
+        if not one.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
+    }
+    assert len(members) > 500
+    assert [name for name, text in members.items() if text.startswith("See ")] == []
 
 
 def test_every_package_with_public_names_is_in_the_reference() -> None:

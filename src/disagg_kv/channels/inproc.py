@@ -94,7 +94,7 @@ class InprocChannel:
             return came
 
     def wait(self, timeout_s: float) -> None:
-        """See :meth:`~disagg_kv.channels.Channel.wait`."""
+        """Block until ``poll`` would return something, ``wake`` is called, or the time is over."""
         mine: SimpleQueue[None] = SimpleQueue()
         self._waiting.append(mine)
         try:
@@ -106,7 +106,7 @@ class InprocChannel:
             self._waiting.remove(mine)
 
     def wake(self) -> None:
-        """See :meth:`~disagg_kv.channels.Channel.wake`; also after ``close``."""
+        """Make a ``wait`` of another thread return, or the next one; also after ``close``."""
         self._woken = True
         for one in tuple(self._waiting):
             one.put(None)

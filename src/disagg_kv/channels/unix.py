@@ -153,7 +153,7 @@ class UnixChannel(Waits):
         return self.send_all(address, (frame,))
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
-        """See :class:`~disagg_kv.channels.SupportsBatches`."""
+        """Hand over frames that arrive together and in this order; False: they were dropped."""
         self._home.check()
         check_together(address, frames)
         link = self._links.get(address)

@@ -67,12 +67,12 @@ class Waits:
     _waiter: Waiter | None
 
     def wait(self, timeout_s: float) -> None:
-        """See :meth:`~disagg_kv.channels.Channel.wait`."""
+        """Block until ``poll`` would return something, ``wake`` is called, or the time is over."""
         if (waiter := self._waiter) is not None:
             waiter.wait(timeout_s)
 
     def wake(self) -> None:
-        """See :meth:`~disagg_kv.channels.Channel.wake`; also after ``close``."""
+        """Make a ``wait`` of another thread return, or the next one; also after ``close``."""
         if (waiter := self._waiter) is not None:
             waiter.set()
 

@@ -141,7 +141,7 @@ class Retry:
         self._attempts = arguments.count(attempts, "attempts", least=1)
 
     def again(self, failed: Attempt) -> Source | None:
-        """See :class:`Recovery`."""
+        """The prefill instance that sends the request now; None: no attempt is left, or no instance."""
         return self._place(failed) if failed.number < self._attempts else None
 
 
@@ -210,7 +210,10 @@ class Recovering:
         return self._current.reception.report
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
-        """See :meth:`Reception.expect`; every attempt awaits the same rows in the same pages."""
+        """Await rows, and return the held rows that count, per group.
+
+        Every attempt awaits the same rows in the same pages.
+        """
         if self._expected is not None:
             raise LocalProtocolError(f"{room_name(self.room)}: expect was called already")
         taken = self._current.reception.expect(expectation)
@@ -218,7 +221,7 @@ class Recovering:
         return taken
 
     def abort(self, reason: str) -> None:
-        """See :meth:`Handle.abort`; no attempt follows."""
+        """End the request with a failure; no attempt follows."""
         arguments.one(reason, "reason", str)
         self._aborted = True
         if self._current.reception.phase is Phase.FAILED and self.error is None:
@@ -350,7 +353,11 @@ class RecoveringReceiver:
         return made
 
     def poll(self) -> Sequence[Recovering]:
-        """See :meth:`Receiver.poll`."""
+        """Begin the attempts that are due, and return the requests whose ``phase`` or ``released`` changed.
+
+        Raises:
+            EndpointBrokenError: the endpoint cannot go on.
+        """
         reported = {id(one) for one in self._inner.poll()}
         before = sum(one.attempts for one in self._rooms.values())
         changed = [one for one in list(self._rooms.values()) if one.due(reported) and one.look()]
@@ -363,15 +370,26 @@ class RecoveringReceiver:
         return changed
 
     def peers(self) -> Sequence[PeerInfo]:
-        """See :meth:`Receiver.peers`."""
+        """Return every peer that is connected or still holds memory here. Any thread may call it."""
         return self._inner.peers()
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
-        """See :meth:`Receiver.confirm_terminated`."""
+        """Declare that the process of a peer has ended: evidence that memory held for it may be reused.
+
+        Args:
+            epoch: the peer's epoch, as in :class:`~disagg_kv.endpoints.PeerInfo`; or its 32 hex digits.
+
+        Raises:
+            UnknownNameError: no such epoch is known; the message lists those that hold memory here.
+        """
         self._inner.confirm_terminated(epoch)
 
     def close(self, drain_s: float = 5.0) -> None:
-        """See :meth:`Receiver.close`; no attempt follows."""
+        """Abort the open requests, wait at most ``drain_s`` seconds for writes in flight, and stop; no attempt follows.
+
+        Raises:
+            TransportError: the transport could not be closed; everything else is closed.
+        """
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
         try:
             for one in self._rooms.values():

@@ -157,7 +157,7 @@ class PreparedGather(Protocol):
         ...
 
     def drop(self) -> None:
-        """See :meth:`Prepared.drop`."""
+        """Give back what the launch holds; it is not launched any more."""
         ...
 
 

@@ -104,7 +104,7 @@ class PrometheusObserver(Closing):
         self._endpoint: SupportsUsage | None = None
 
     def span(self, span: Span) -> None:
-        """See :class:`~disagg_kv.trace.Observer`. One thread at a time advances the endpoint, so it needs no lock."""
+        """Add the seconds of a piece of work. One thread at a time advances the endpoint, so it needs no lock."""
         histogram = self._seconds.get(span.name)
         if histogram is not None:
             histogram.add(span.stop - span.start)
@@ -120,7 +120,7 @@ class PrometheusObserver(Closing):
             ended.writes += span.descriptors
 
     def count(self, name: str, amount: int = 1) -> None:
-        """See :class:`~disagg_kv.trace.Observer`. Any thread may call it: that of an engine counts retries."""
+        """Add to the counter of an event. Any thread may call it: that of an engine counts retries."""
         counts = self._counts
         with self._lock:
             if name not in counts:

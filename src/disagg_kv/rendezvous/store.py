@@ -80,7 +80,7 @@ class StoreRendezvous:
             self._published[instance, rank] = value
 
     def withdraw(self, instance: str, rank: Rank) -> None:
-        """See :class:`~disagg_kv.rendezvous.SupportsWithdraw`.
+        """Withdraw the last address that this object published for the rank, unless another process replaced it.
 
         Raises:
             StoreUnreachableError: the store cannot be reached.

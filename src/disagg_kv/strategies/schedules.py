@@ -45,7 +45,7 @@ class LayerPipelined:
             raise ConfigurationError(f"layer groups: a fixed size must be at least 1, not {self.fixed}")
 
     def groups(self, run: LayerRun) -> Groups:
-        """See :class:`~disagg_kv.strategies.Schedule`."""
+        """Cut a run of layers into groups; each crosses as soon as its layers are final."""
         batch = run.batch
         if not batch.layered:
             return whole(run.layers, "the rows became final at once, not layer by layer")

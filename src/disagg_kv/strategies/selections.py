@@ -17,7 +17,7 @@ class Full:
     name: str = field(default="full", init=False)
 
     def start(self, held: Mapping[GroupId, int], page_rows: int) -> int:
-        """See :meth:`~disagg_kv.strategies.Selection.start`."""
+        """Decode: the first row that crosses."""
         rows = {group: rows for group, rows in held.items() if rows}
         if rows:
             raise ConfigurationError(
@@ -26,7 +26,7 @@ class Full:
         return 0
 
     def accepts(self, start: int) -> bool:
-        """See :meth:`~disagg_kv.strategies.Selection.accepts`."""
+        """Prefill: whether decode may leave out the rows before ``start``."""
         return start == 0
 
 
@@ -37,9 +37,9 @@ class Incremental:
     name: str = field(default="incremental", init=False)
 
     def start(self, held: Mapping[GroupId, int], page_rows: int) -> int:
-        """See :meth:`~disagg_kv.strategies.Selection.start`."""
+        """Decode: the first row that crosses."""
         return min(held.values(), default=0) // page_rows * page_rows
 
     def accepts(self, start: int) -> bool:
-        """See :meth:`~disagg_kv.strategies.Selection.accepts`."""
+        """Prefill: whether decode may leave out the rows before ``start``."""
         return True

@@ -133,43 +133,43 @@ class FaultyTransport:
         self._let_go()
 
     def allocate(self, nbytes: int) -> Buffer:
-        """See :meth:`SupportsAllocate.allocate`; plain memory if the inner transport takes any."""
+        """Return ``nbytes`` of zeroed memory that peers can write to; plain memory if the inner transport takes any."""
         if isinstance(self._inner, SupportsAllocate):
             return self._inner.allocate(nbytes)
         pages = _Pages(-1, nbytes)
         return Buffer(np.frombuffer(pages, np.uint8).ctypes.data, nbytes, "cpu", pages)
 
     def allocated(self, buffer: Buffer) -> bool:
-        """See :meth:`SupportsAllocate.allocated`."""
+        """Return True if the whole buffer is memory of :meth:`allocate`."""
         if isinstance(self._inner, SupportsAllocate):
             return self._inner.allocated(buffer)
         return isinstance(buffer.owner, _Pages)
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        """See :meth:`Transport.register`."""
+        """Register buffers, as sources of writes and as targets of peers'."""
         return self._inner.register(buffers)
 
     def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
+        """Return the peer that a descriptor names, without connecting it."""
         return self._inner.peer_of(descriptor)
 
     def local_descriptor(self) -> bytes:
-        """See :meth:`Transport.local_descriptor`."""
+        """Return what a peer passes to ``connect``: incarnation and regions."""
         return self._inner.local_descriptor()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`."""
+        """Connect the peer of a descriptor, or add its new regions."""
         peer = self._inner.connect(descriptor, timeout_s)
         self._leaving.discard(peer)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See :meth:`Transport.disconnect`; what is held for the peer still lands when it is released."""
+        """Disconnect a peer; what is held for the peer still lands when it is released."""
         self._leaving.add(peer)
         self._let_go()
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; the batch's number decides what becomes of it."""
+        """Post a batch of writes, and return its ticket; the batch's number decides what becomes of it."""
         if peer in self._leaving:
             raise TransportError(f"no peer {peer.hex()}")
         fault = Fault.PEER_LOST if peer in self._lost else self._plan(self._number)
@@ -187,7 +187,7 @@ class FaultyTransport:
         return ticket
 
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
-        """See :meth:`SupportsMapping.unmappable`."""
+        """Why kernels of ``device`` cannot write to these regions of a peer; None: no reason is known."""
         if not isinstance(self._inner, SupportsMapping) or self._mappings is None:
             return f"transport {self.name!r} does not map memory of peers"
         if peer in self._lost or peer in self._leaving:
@@ -195,7 +195,7 @@ class FaultyTransport:
         return self._inner.unmappable(peer, regions, device)
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
-        """See :meth:`SupportsMapping.map`; the call's number decides what becomes of it.
+        """Return a region of a peer as memory for kernels of ``device``; the call's number decides what becomes of it.
 
         What was mapped before stays mapped, whatever becomes of its owner.
         """
@@ -221,7 +221,7 @@ class FaultyTransport:
                 self._events.append(PeerLost(peer))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
-        """See :meth:`Transport.poll`."""
+        """Return the events since the last call."""
         if not self._home.here:
             return ()
         for event in self._inner.poll():
@@ -234,7 +234,10 @@ class FaultyTransport:
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`Transport.close`; held tickets are not quiet, so they are returned."""
+        """Wait at most ``drain_s`` seconds for tickets, and return those that are not quiet.
+
+        Held tickets are not quiet, so they are returned.
+        """
         unquiet = [self._flying[t].ticket for t in self._inner.close(drain_s) if t in self._flying]
         unquiet += self._held
         self._held.clear()

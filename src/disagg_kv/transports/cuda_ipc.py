@@ -151,7 +151,7 @@ class CudaIpcTransport(NearSide):
         self._events: list[WriteEnded | Settled | PeerLost] = []
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        """See :meth:`Transport.register`.
+        """Register buffers, as sources of writes and as targets of peers'.
 
         Raises:
             RegistrationError: also for memory of a second device, and for memory that no other process can open.
@@ -182,12 +182,12 @@ class CudaIpcTransport(NearSide):
             raise RegistrationError(f"{said(buffer)}: this process sees no such GPU: {error}") from error
 
     def local_descriptor(self) -> bytes:
-        """See :meth:`Transport.local_descriptor`."""
+        """Return what a peer passes to ``connect``: incarnation and regions."""
         regions = (Region(i, b.nbytes, b.device, 0, pack(self._places[i])) for i, b in self._table.items())
         return self._described(regions, pack(self._owner))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`; maps the peer's memory, which takes milliseconds.
+        """Connect the peer of a descriptor, or add its new regions; maps the peer's memory, which takes milliseconds.
 
         Raises:
             PeerLostError: the peer's process has ended.
@@ -262,7 +262,7 @@ class CudaIpcTransport(NearSide):
         return base + place.offset, opened
 
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
-        """See :meth:`SupportsMapping.unmappable`."""
+        """Why kernels of ``device`` cannot write to these regions of a peer; None: no reason is known."""
         kind, _, number = device.partition(":")
         if kind != "cuda" or not (number or "0").isdecimal():
             return f"cuda_ipc maps memory for kernels on 'cuda:0', 'cuda:1' ..., not on {device!r}"
@@ -281,7 +281,10 @@ class CudaIpcTransport(NearSide):
             return str(error)
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
-        """See :meth:`SupportsMapping.map`; the address is of the context of ``device``."""
+        """Return a region of a peer as memory for kernels of ``device``.
+
+        The address is of the context of ``device``.
+        """
         self._home.check_open()
         remote = self._peers.known(peer, self.name)
         reason = self.unmappable(peer, [region], device)
@@ -297,12 +300,15 @@ class CudaIpcTransport(NearSide):
         return Buffer(addr, named.nbytes, device, opened)
 
     def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """See :meth:`SupportsFlags.flag_page`; host memory, in a file of its own."""
+        """Return memory for flags, and what a peer passes to :meth:`open_flags`; host memory, in a file of its own."""
         self._home.check_open()
         return new_flag_page(self._me, next(self._flag_pages), nbytes)
 
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
-        """See :meth:`SupportsFlags.open_flags`; streams of the device of our regions raise flags, if the driver can."""
+        """Open the flag page of a connected peer.
+
+        Streams of the device of our regions raise flags, if the driver can.
+        """
         self._home.check_open()
         self._peers.known(peer, self.name)
         memory = open_flag_page(peer, page)
@@ -314,7 +320,7 @@ class CudaIpcTransport(NearSide):
         return HostFlags(memory)
 
     def disconnect(self, peer: Peer) -> None:
-        """See :meth:`Transport.disconnect`; what is mapped is given back once nothing is on its way to it."""
+        """Disconnect a peer; what is mapped is given back once nothing is on its way to it."""
         remote = self._peers.remove(peer)
         if remote is not None:
             self._exits.remove(peer)
@@ -322,7 +328,10 @@ class CudaIpcTransport(NearSide):
             self._leave()
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; never waits. ``after`` may be made of CUDA's events and of others."""
+        """Post a batch of writes, and return its ticket.
+
+        Never waits. ``after`` may be made of CUDA's events and of others.
+        """
         self._home.check()
         remote = self._peers.known(peer, self.name)
         extents = self._mapped(remote) or Extents((), "peer's")
@@ -391,7 +400,7 @@ class CudaIpcTransport(NearSide):
         self._events.append(WriteEnded(flight.ticket, error, quiesced))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
-        """See :meth:`Transport.poll`."""
+        """Return the events since the last call."""
         if not self._home.here:
             return ()
         for peer in self._exits.ended():
@@ -421,7 +430,10 @@ class CudaIpcTransport(NearSide):
                     self._end(flight, None)
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`Transport.close`; what copies still use is left to the end of the process."""
+        """Wait at most ``drain_s`` seconds for tickets, and return those that are not quiet.
+
+        What copies still use is left to the end of the process.
+        """
         self._home.check()
         if self._home.closed:
             return ()

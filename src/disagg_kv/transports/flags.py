@@ -68,7 +68,7 @@ class HostFlags:
         return value >= latest
 
     def arm(self, slot: int, value: int, record: Record, device: str) -> Flag | None:
-        """See :meth:`~disagg_kv.transports.Flags.arm`."""
+        """Store a record, and return what kernels of ``device`` store to raise the flag."""
         base = self.base(device)
         if base is None or not self.note(slot, value, record):
             return None

@@ -68,17 +68,17 @@ class InprocTransport(NearSide):
         _depart()
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        """See :meth:`Transport.register`."""
+        """Register buffers, as sources of writes and as targets of peers'."""
         self._home.check()
         with self._target:
             return self._table.add(buffers)
 
     def local_descriptor(self) -> bytes:
-        """See :meth:`Transport.local_descriptor`."""
+        """Return what a peer passes to ``connect``: incarnation and regions."""
         return self._described(Region(i, b.nbytes, b.device) for i, b in self._table.items())
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`; never waits."""
+        """Connect the peer of a descriptor, or add its new regions; never waits."""
         self._home.check()
         remote = decode(descriptor, self.name)
         peer = remote.incarnation
@@ -91,12 +91,12 @@ class InprocTransport(NearSide):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See :meth:`Transport.disconnect`."""
+        """Disconnect a peer; its tickets still end."""
         self._peers.remove(peer)
         self._lost.discard(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; copies before it returns."""
+        """Post a batch of writes, and return its ticket; copies before it returns."""
         self._home.check()
         remote = self._peers.known(peer, self.name)
         if after is not None:
@@ -110,7 +110,7 @@ class InprocTransport(NearSide):
         return ticket
 
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
-        """See :meth:`SupportsMapping.unmappable`."""
+        """Why kernels of ``device`` cannot write to these regions of a peer; None: no reason is known."""
         remote, there = self._peers.get(peer), _find(peer)
         if remote is None or there is None:
             return f"inproc: no open peer {peer.hex()}"
@@ -123,7 +123,7 @@ class InprocTransport(NearSide):
         return None
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
-        """See :meth:`SupportsMapping.map`; the peer's own buffer."""
+        """Return a region of a peer as memory for kernels of ``device``; the peer's own buffer."""
         self._home.check()
         self._peers.known(peer, self.name)
         there = _find(peer)
@@ -135,14 +135,14 @@ class InprocTransport(NearSide):
         return buffer
 
     def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """See :meth:`SupportsFlags.flag_page`."""
+        """Return memory for flags, and what a peer passes to :meth:`open_flags`."""
         self._home.check()
         number, buffer = next(self._tickets), new_buffer(nbytes, "cpu")
         self._flag_pages[number] = buffer
         return buffer, pack(number)
 
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
-        """See :meth:`SupportsFlags.open_flags`; the peer's own page."""
+        """Open the flag page of a connected peer; the peer's own page."""
         self._home.check()
         self._peers.known(peer, self.name)
         there, number = _find(peer), unpack(page, _NUMBER)
@@ -153,7 +153,7 @@ class InprocTransport(NearSide):
         return HostFlags(buffer)
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
-        """See :meth:`Transport.poll`."""
+        """Return the events since the last call."""
         if not self._home.here:
             return ()
         events, self._events = self._events, []
@@ -167,7 +167,10 @@ class InprocTransport(NearSide):
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`Transport.close`; waits for a copy into this transport that another thread makes."""
+        """Wait at most ``drain_s`` seconds for tickets, and return those that are not quiet.
+
+        Waits for a copy into this transport that another thread makes.
+        """
         self._home.check()
         with self._target, _registry:
             _open.pop(self._me, None)

@@ -148,7 +148,10 @@ def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> Buff
 
 
 def new_flag_page(peer: Peer, number: int, nbytes: int) -> tuple[Buffer, bytes]:
-    """See :meth:`~disagg_kv.transports.SupportsFlags.flag_page`; ``number`` is new among the files of this peer."""
+    """Return host memory for flags, and what a peer passes to ``open_flags``.
+
+    ``number`` is new among the files of this peer.
+    """
     try:
         memory = SharedMemory(peer, number, nbytes)
     except (OSError, OverflowError) as error:

@@ -134,7 +134,10 @@ class MooncakeTransport(NearSide):
         self._events: list[WriteEnded | Settled | PeerLost] = []
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        """See :meth:`Transport.register`; from now on every host that reaches this one can write to them."""
+        """Register buffers, as sources of writes and as targets of peers'.
+
+        From now on every host that reaches this one can write to them.
+        """
         engine = self._engine()
         regions = self._table.add(buffers)
         for number, buffer in enumerate(buffers):
@@ -148,12 +151,12 @@ class MooncakeTransport(NearSide):
         return regions
 
     def local_descriptor(self) -> bytes:
-        """See :meth:`Transport.local_descriptor`."""
+        """Return what a peer passes to ``connect``: incarnation and regions."""
         regions = (Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
         return self._described(regions, pack(self._address))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`.
+        """Connect the peer of a descriptor, or add its new regions.
 
         Raises:
             TransportError: also where an earlier peer had the same address: the library would confuse them.
@@ -192,11 +195,14 @@ class MooncakeTransport(NearSide):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See :meth:`Transport.disconnect`."""
+        """Disconnect a peer; its tickets still end."""
         self._peers.remove(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; never blocks. :meth:`poll` sees that ``after`` has happened."""
+        """Post a batch of writes, and return its ticket.
+
+        Never blocks. :meth:`poll` sees that ``after`` has happened.
+        """
         self._home.check()
         remote = self._peers.known(peer, self.name)
         devices = [(i, b.device) for i, b in self._table.items()] if "cuda" in self.caps.devices else ()
@@ -241,7 +247,7 @@ class MooncakeTransport(NearSide):
                 self._waiting.append((after, flight))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
-        """See :meth:`Transport.poll`."""
+        """Return the events since the last call."""
         if not self._home.here:
             return ()
         ended = self._collect()
@@ -264,7 +270,10 @@ class MooncakeTransport(NearSide):
                 self._settle(ticket)
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`Transport.close`; the engine ends at once, or with the last call that is still in it."""
+        """Wait at most ``drain_s`` seconds for tickets, and return those that are not quiet.
+
+        The engine ends at once, or with the last call that is still in it.
+        """
         self._home.check()
         engine = self._shared.engine
         if engine is None:

@@ -29,7 +29,7 @@ class NearSide:
         self._tickets = count(1)
 
     def peer_of(self, descriptor: bytes) -> Peer:
-        """See :meth:`Transport.peer_of`."""
+        """Return the peer that a descriptor names, without connecting it."""
         return decode(descriptor, self.name).incarnation
 
     def _described(self, regions: Iterable[Region], blob: bytes = b"") -> bytes:

@@ -137,7 +137,7 @@ class NixlTransport(NearSide):
         self._metadata = self._worker.call(Agent.metadata, "metadata", call_s)
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        """See :meth:`Transport.register`; waits for a write that is being posted.
+        """Register buffers, as sources of writes and as targets of peers'; waits for a write that is being posted.
 
         Raises:
             RegistrationError: also for CUDA memory that other processes could reach only through TCP, and where the
@@ -166,13 +166,15 @@ class NixlTransport(NearSide):
         self._devices = by_device((i, b.device) for i, b in self._sources)
 
     def local_descriptor(self) -> bytes:
-        """See :meth:`Transport.local_descriptor`."""
+        """Return what a peer passes to ``connect``: incarnation and regions."""
         regions = (Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
         contact = _Contact(Process.own(), self._version, zlib.crc32(self._metadata), self._metadata)
         return self._described(regions, pack(contact))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`; 10 to 100 ms for a new peer. Whether it can be reached shows later.
+        """Connect the peer of a descriptor, or add its new regions.
+
+        10 to 100 ms for a new peer. Whether it can be reached shows later.
 
         Raises:
             RemoteProtocolError: also for a descriptor that another version of NIXL made, or another process under the
@@ -209,12 +211,14 @@ class NixlTransport(NearSide):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See :meth:`Transport.disconnect`."""
+        """Disconnect a peer; its tickets still end."""
         if self._peers.remove(peer) is not None:
             self._worker.forget(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; describes a small batch at once, and posts it once its event has happened.
+        """Post a batch of writes, and return its ticket.
+
+        Describes a small batch at once, and posts it once its event has happened.
 
         A large one is left to the thread, and so is any while the thread is busy.
         """
@@ -232,7 +236,7 @@ class NixlTransport(NearSide):
         return ticket
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
-        """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
+        """Return the events since the last call; also posts what has waited for an event, and moves small writes on."""
         if not self._home.closed and self._home.here:
             self._worker.look()
         events = [self._events.popleft() for _ in range(len(self._events))]
@@ -242,7 +246,10 @@ class NixlTransport(NearSide):
         return [e for e in events if not isinstance(e, PeerLost) or e.peer in self._peers.all]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""
+        """Wait at most ``drain_s`` seconds for tickets, and return those that are not quiet.
+
+        Memory of tickets that are not quiet is never freed.
+        """
         self._home.check()
         if self._home.closed:
             return ()

@@ -83,7 +83,7 @@ class ShmTransport(NearSide):
         self._events: list[WriteEnded | Settled | PeerLost] = []
 
     def allocate(self, nbytes: int) -> Buffer:
-        """See :meth:`SupportsAllocate.allocate`.
+        """Return ``nbytes`` of zeroed memory that peers can write to.
 
         Raises:
             RegistrationError: the host does not give that much shared memory.
@@ -96,21 +96,26 @@ class ShmTransport(NearSide):
         return Buffer(segment.addr, segment.nbytes, "cpu", segment)
 
     def allocated(self, buffer: Buffer) -> bool:
-        """See :meth:`SupportsAllocate.allocated`."""
+        """Return True if the whole buffer is memory of :meth:`allocate`."""
         return self._segment(buffer) is not None
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        """See :meth:`Transport.register`; peers can write only to what :meth:`allocate` gave."""
+        """Register buffers, as sources of writes and as targets of peers'.
+
+        Peers can write only to what :meth:`allocate` gave.
+        """
         self._home.check()
         return self._table.add(buffers)
 
     def local_descriptor(self) -> bytes:
-        """See :meth:`Transport.local_descriptor`."""
+        """Return what a peer passes to ``connect``: incarnation and regions."""
         regions = (Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())
         return self._described(regions, pack(Process.own()))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`; maps the peer's memory, and touches none of its pages. Never waits.
+        """Connect the peer of a descriptor, or add its new regions.
+
+        Maps the peer's memory, and touches none of its pages. Never waits.
 
         Raises:
             PeerLostError: the peer's process has ended, or it has given the memory back.
@@ -142,12 +147,12 @@ class ShmTransport(NearSide):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See :meth:`Transport.disconnect`."""
+        """Disconnect a peer; its tickets still end."""
         self._peers.remove(peer)
         self._exits.remove(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; copies before it returns."""
+        """Post a batch of writes, and return its ticket; copies before it returns."""
         self._home.check()
         remote = self._peers.known(peer, self.name)
         if after is not None:
@@ -165,7 +170,10 @@ class ShmTransport(NearSide):
         return ticket
 
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
-        """See :meth:`SupportsMapping.unmappable`; only memory of the peer's :meth:`allocate` can be mapped."""
+        """Why kernels of ``device`` cannot write to these regions of a peer; None: no reason is known.
+
+        Only memory of the peer's :meth:`allocate` can be mapped.
+        """
         if device != "cpu":
             return f"shm maps memory for kernels on the CPU, not on {device!r}"
         remote = self._peers.get(peer)
@@ -176,7 +184,7 @@ class ShmTransport(NearSide):
         return f"shm: {_writable(peer)} region {unknown[0]} {why}" if unknown else None
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
-        """See :meth:`SupportsMapping.map`; its owner keeps the mapping."""
+        """Return a region of a peer as memory for kernels of ``device``; its owner keeps the mapping."""
         self._home.check()
         remote = self._peers.known(peer, self.name)
         reason = self.unmappable(peer, [region], device)
@@ -187,18 +195,18 @@ class ShmTransport(NearSide):
         return remote.regions[region]
 
     def flag_page(self, nbytes: int) -> tuple[Buffer, bytes]:
-        """See :meth:`SupportsFlags.flag_page`."""
+        """Return memory for flags, and what a peer passes to :meth:`open_flags`."""
         self._home.check()
         return new_flag_page(self._me, next(self._numbers), nbytes)
 
     def open_flags(self, peer: Peer, page: bytes) -> HostFlags:
-        """See :meth:`SupportsFlags.open_flags`."""
+        """Open the flag page of a connected peer."""
         self._home.check()
         self._peers.known(peer, self.name)
         return HostFlags(open_flag_page(peer, page))
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerLost]:
-        """See :meth:`Transport.poll`."""
+        """Return the events since the last call."""
         if not self._home.here:
             return ()
         for peer in self._exits.ended():
@@ -209,7 +217,10 @@ class ShmTransport(NearSide):
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`Transport.close`; memory from :meth:`allocate` stays until its owners go."""
+        """Wait at most ``drain_s`` seconds for tickets, and return those that are not quiet.
+
+        Memory from :meth:`allocate` stays until its owners go.
+        """
         self._home.check()
         self._peers.clear()
         self._exits.clear()

@@ -113,7 +113,7 @@ def test_the_picture_has_every_panel_and_is_of_an_hour_in_which_something_happen
     picture = PICTURE.read_text()
     titles = re.findall(r'<text class="title"[^>]*>([^<]+)</text>', picture)
     assert titles == [panel["title"] for panel in DASHBOARD["panels"]]
-    assert picture.count("<path stroke=") >= 2 * 16
+    assert picture.count('<path class="line') >= 2 * 16
     assert "PeerLostError" in picture
 
 

@@ -209,7 +209,7 @@ class Elected(Verdict):
     # Frames.
 
     def on_frame(self, frame: Vote | Decision, now: float) -> list[Send | Outcome]:
-        """See :meth:`Verdict.on_frame`."""
+        """What another rank of the instance has voted, or rank 0 has decided."""
         return self.on_vote(frame, now) if isinstance(frame, Vote) else self.on_decision(frame, now)
 
     def on_vote(self, vote: Vote, now: float) -> list[Send | Outcome]:

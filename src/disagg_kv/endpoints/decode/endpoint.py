@@ -138,7 +138,24 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> ReceptionHandle:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.open`."""
+        """Open a room that the prefill instance ``source`` sends.
+
+        Every room that this returns ends, even if another thread calls ``close`` at the same time.
+
+        Args:
+            room: as prefill opens it.
+            source: the prefill instance.
+            tag: of prefill's room; with another one the room fails.
+            total_s: seconds after which the room fails; None: as in the endpoint's options.
+            claim_s: seconds after ``expect`` after which the room fails if prefill has not opened it; None: as in the
+                endpoint's options.
+
+        Raises:
+            ConfigurationError: an id that is not 1 to 64 bytes, or a time that is not positive and finite.
+            LocalProtocolError: the id was used before, or the endpoint is closed.
+            QuarantineFullError: too much staging memory waits for evidence.
+            SupersededError: another process has taken the place of this rank.
+        """
         room = RoomId(arguments.room_id(room))
         name = room_name(room)
         tag = arguments.octets(tag, f"{name}: tag")

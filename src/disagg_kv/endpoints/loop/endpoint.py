@@ -133,7 +133,14 @@ class Endpoint(ABC, Generic[H, S]):
         return self.driver.closed
 
     def poll(self) -> Sequence[H]:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
+        """Return the rooms whose ``phase`` or ``released`` changed since the last call.
+
+        An engine calls it once per step. There is one entry per room, whose ``phase`` and ``released`` stay as they are
+        until the next call.
+
+        Raises:
+            EndpointBrokenError: the endpoint cannot go on.
+        """
         self._loop.home.check()
         self.driver.drive()
         if self.driver.broken is not None:
@@ -170,18 +177,32 @@ class Endpoint(ABC, Generic[H, S]):
         return descriptor
 
     def peers(self) -> Sequence[PeerInfo]:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.peers`."""
+        """Return every peer that is connected or still holds memory here. Any thread may call it."""
         return self._loop.sessions.listed()
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.confirm_terminated`."""
+        """Declare that the process of a peer has ended: evidence that memory held for it may be reused.
+
+        Args:
+            epoch: the peer's epoch, as in :class:`~disagg_kv.endpoints.PeerInfo`; or its 32 hex digits.
+
+        Raises:
+            UnknownNameError: no such epoch is known; the message lists those that hold memory here.
+        """
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
         self.driver.check("confirm_terminated")
         found = self._loop.sessions.find(named)
         self.driver.post(partial(self._loop.confirm_terminated, found), "confirm_terminated")
 
     def close(self, drain_s: float = 5.0) -> None:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.close`."""
+        """Abort the open rooms, wait at most ``drain_s`` seconds for writes in flight, and stop.
+
+        Peers learn it at once, and a second call is harmless. Pages that a write may still read then stay unreleased.
+
+        Raises:
+            LocalProtocolError: this is a forked child of the process that has the endpoint; nothing is closed.
+            TransportError: the transport could not be closed; everything else is closed.
+        """
         self.driver.close(drain_s)
         self._changes.show_live()
 
@@ -196,7 +217,7 @@ class Endpoint(ABC, Generic[H, S]):
         return Counter(phase for phase, released in states if not released)
 
     def usage(self) -> Usage:
-        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+        """Return rooms by phase, staging memory and links. Any thread may call it."""
         peers = self._loop.peers
         most = int(min(peers.budget.most, self._options.peers))
         return evolve(self._memory(), rooms=self._rooms(), links=len(peers), links_most=most)
@@ -206,7 +227,7 @@ class Endpoint(ABC, Generic[H, S]):
         """What it keeps in its ring or slots, without rooms and links. From any thread."""
 
     def status(self, rooms: int) -> EndpointStatus:
-        """See :class:`~disagg_kv.endpoints.api.SupportsStatus`."""
+        """Return its state, memory, peers, and at most ``rooms`` rooms. Any thread may call it, after ``close`` too."""
         me, now = self._loop.me, self._loop.clock()
         most = arguments.count(rooms, "rooms")
         live = (handle for handle in self._ids.handles() if not handle.state[1])

@@ -126,7 +126,7 @@ class EtcdRendezvous(Closing):
                 self._renewals.start()
 
     def withdraw(self, instance: str, rank: Rank) -> None:
-        """See :class:`~disagg_kv.rendezvous.SupportsWithdraw`.
+        """Withdraw the last address that this object published for the rank, unless another process replaced it.
 
         Raises:
             StoreUnreachableError: etcd cannot be reached; the rank vanishes with its lease.

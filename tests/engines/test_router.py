@@ -1,4 +1,4 @@
-"""The router's rules, over HTTP, between servers that answer as a test says."""
+"""The router's rules, over HTTP, between servers of either engine that answer as a test says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -18,29 +19,47 @@ from attrs import define, field
 
 from .instances import ROOT
 
-spec = importlib.util.spec_from_file_location("vllm_router", ROOT / "examples" / "vllm" / "router.py")
+spec = importlib.util.spec_from_file_location("example_router", ROOT / "examples" / "router.py")
 assert spec is not None
 assert spec.loader is not None
-router = importlib.util.module_from_spec(spec)
+router = sys.modules["example_router"] = importlib.util.module_from_spec(spec)  # dataclasses look it up
 spec.loader.exec_module(router)
 
 pytestmark = pytest.mark.timeout(60)
 
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-GONE = "http://127.0.0.1:9"
+GONE = "vllm=127.0.0.1:9"
 """Where nothing listens."""
+
+INSTANCE = {"instance": "S", "addresses": ["unix:///s"]}
+"""What a bootstrap server of SGLang says."""
 
 
 @define(eq=False)
 class Server:
-    """One of vLLM's servers. ``answer`` of a request's body; ``ended``: requests whose client went away first."""
+    """A server of either engine. ``answer`` of a request's body; ``ended``: requests whose client went away first."""
 
     answer: Answer
     asked: list[dict[str, Any]] = field(factory=list)
     ended: list[dict[str, Any]] = field(factory=list)
     change: asyncio.Condition = field(factory=asyncio.Condition)
-    url: str = ""
+    place: str = ""
+
+    @property
+    def vllm(self) -> str:
+        """Its name for the router, as one of vLLM's."""
+        return f"vllm={self.place}"
+
+    @property
+    def sglang(self) -> str:
+        """As a decode server of SGLang."""
+        return f"sglang={self.place}"
+
+    @property
+    def first(self) -> str:
+        """As a prefill server of SGLang, with a bootstrap server at the same port."""
+        return f"sglang={self.place}/{self.place.rpartition(':')[2]}"
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """A request."""
@@ -124,16 +143,21 @@ class World:
         self.session: aiohttp.ClientSession
 
     async def server(self, answer: Answer, handle: Handler | None = None) -> Server:
-        """Start one of vLLM's servers. ``handle`` serves its requests instead of ``answer``."""
+        """Start a server. ``handle`` serves its requests instead of ``answer``."""
+
+        async def instance(_: web.Request) -> web.Response:
+            return web.json_response(INSTANCE)
+
         server = Server(answer)
         app = web.Application()
         app.router.add_post("/v1/completions", handle or server.handle)
+        app.router.add_get("/instance", instance)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        server.url = "http://{}:{}".format(*runner.addresses[0])
+        server.place = "{}:{}".format(*runner.addresses[0])
         return server
 
     async def route(self, prefill: list[str], decode: list[str], **options: bool) -> None:
@@ -153,7 +177,7 @@ class World:
     async def pair(self, prefill: Answer, decode: Answer, **options: bool) -> tuple[Server, Server]:
         """A server of each kind, behind the router."""
         servers = await self.server(prefill), await self.server(decode)
-        await self.route([servers[0].url], [servers[1].url], **options)
+        await self.route([servers[0].vllm], [servers[1].vllm], **options)
         return servers
 
     def post(self, **body: Any) -> Any:
@@ -190,7 +214,7 @@ def test_decode_is_asked_at_once_as_soon_as_the_origin_is_known() -> None:
         prefill = await world.server(
             in_turn(computes(), computes(after=lambda: decode.until(lambda: len(decode.asked) == 2)))
         )
-        await world.route([prefill.url], [decode.url])
+        await world.route([prefill.vllm], [decode.vllm])
         for _ in range(2):
             assert await world.ask(kv_transfer_params={"addresses": ["unix:///evil"]}) == (
                 200, {"choices": [{"text": "decoded"}]}
@@ -219,7 +243,7 @@ def test_first_requests_and_the_option_go_after_prefill(after_prefill: bool) -> 
             await both.wait()
 
         prefill = await world.server(computes(after=not_yet))
-        await world.route([prefill.url], [decode.url], after_prefill=after_prefill)
+        await world.route([prefill.vllm], [decode.vllm], after_prefill=after_prefill)
         assert [status for status, _ in await asyncio.gather(world.ask(), world.ask())] == [200, 200]
         if after_prefill:
             decode.asked.clear()
@@ -240,7 +264,7 @@ def test_a_refusal_by_prefill_ends_the_request_of_decode(stream: bool) -> None:
             return await fails(400, "the prompt is too long")(body)
 
         prefill = await world.server(in_turn(computes(), too_long))
-        await world.route([prefill.url], [decode.url])
+        await world.route([prefill.vllm], [decode.vllm])
         assert (await world.ask())[0] == 200
         assert await world.ask(stream=stream) == (400, {"error": {"message": "the prompt is too long"}})
         await decode.until(lambda: len(decode.ended) == 1)
@@ -253,7 +277,7 @@ def test_a_refusal_by_decode_ends_the_request_of_prefill() -> None:
     async def story(world: World) -> None:
         prefill = await world.server(in_turn(computes(), computes(after=never)))
         decode = await world.server(in_turn(decodes(), fails(400, "too long")))
-        await world.route([prefill.url], [decode.url])
+        await world.route([prefill.vllm], [decode.vllm])
         assert (await world.ask())[0] == 200
         assert await world.ask() == (400, {"error": {"message": "too long"}})
         await prefill.until(lambda: len(prefill.ended) == 1)
@@ -266,13 +290,13 @@ def test_a_prefill_server_that_cannot_be_reached_is_passed_over() -> None:
 
     async def story(world: World) -> None:
         prefill, decode = await world.server(computes()), await world.server(decodes())
-        await world.route([GONE, prefill.url], [decode.url])
+        await world.route([GONE, prefill.vllm], [decode.vllm])
         assert (await world.ask())[0] == 200
-        await world.route([GONE], [decode.url])
+        await world.route([GONE], [decode.vllm])
         decode.asked.clear()
         status, answer = await world.ask()
         assert (status, answer["error"]["type"]) == (502, "router_error")
-        assert GONE in answer["error"]["message"]
+        assert "http://127.0.0.1:9: " in answer["error"]["message"]
         assert decode.asked == []
 
     run(story)
@@ -289,7 +313,7 @@ def test_a_prefill_server_that_dies_ends_the_request_of_decode() -> None:
             return await fails(500, "dead")(body)
 
         one, two = await world.server(in_turn(computes("P"), dead, computes("P"))), await world.server(computes("Q"))
-        await world.route([one.url, two.url], [decode.url])
+        await world.route([one.vllm, two.vllm], [decode.vllm])
         for _ in range(3):  # one, two; then one, which dies, and two
             assert (await world.ask())[0] == 200
         await decode.until(lambda: len(decode.ended) == 1)
@@ -382,7 +406,7 @@ def test_a_client_that_goes_away_ends_both_requests(at_once: bool, stream: bool)
     async def story(world: World) -> None:
         prefill = await world.server(in_turn(computes(), computes(after=never)))
         decode = await world.server(in_turn(decodes(), decodes(after=never)))
-        await world.route([prefill.url], [decode.url], after_prefill=not at_once)
+        await world.route([prefill.vllm], [decode.vllm], after_prefill=not at_once)
         assert (await world.ask())[0] == 200
         asked = asyncio.create_task(world.ask(stream=stream))
         await prefill.until(lambda: len(prefill.asked) == 2)
@@ -416,7 +440,7 @@ def test_a_stream_comes_part_by_part_and_ends_with_its_client() -> None:
             return response
 
         prefill, decode = await world.server(computes()), await world.server(decodes(), stream)
-        await world.route([prefill.url], [decode.url])
+        await world.route([prefill.vllm], [decode.vllm])
         async with world.post(stream=True) as answer:
             assert await answer.content.readline() == b"data: 1\n"
             go.set()
@@ -435,3 +459,188 @@ def test_a_body_that_is_no_request_is_refused() -> None:
         assert prefill.asked == []
 
     run(story)
+
+
+ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+def room_of(body: dict[str, Any]) -> list[Any]:
+    """The place and the room of a request to SGLang."""
+    return [body[key] for key in ROOM]
+
+
+def test_both_servers_of_sglang_are_asked_at_once_in_one_room() -> None:
+    """The room is the router's own, and another one for each request; other parameters of the client stay."""
+
+    async def story(world: World) -> None:
+        decode = await world.server(decodes())
+
+        async def computed(body: dict[str, Any]) -> web.StreamResponse:
+            await decode.until(lambda: body["bootstrap_room"] in [one["bootstrap_room"] for one in decode.asked])
+            return web.json_response({})
+
+        prefill = await world.server(computed)
+        await world.route([prefill.first], [decode.sglang])
+        for _ in range(2):
+            status, _ = await world.ask(bootstrap_room=7, bootstrap_host="evil", custom_params={"a": 1}, n=2)
+            assert status == 200
+        await prefill.until(lambda: len(prefill.asked) == 2)
+        host, port = prefill.place.split(":")
+        rooms = [room_of(body) for body in decode.asked]
+        assert rooms == [room_of(body) for body in prefill.asked]
+        assert [place[:2] for place in rooms] == [[host, int(port)]] * 2
+        assert len({room for *_, room in rooms} - {7}) == 2
+        assert all(body["custom_params"] == {"a": 1} for body in (*prefill.asked, *decode.asked))
+        assert all("kv_transfer_params" not in body for body in decode.asked)
+
+    run(story)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_decodes_answer_does_not_wait_for_that_of_sglangs_prefill(stream: bool) -> None:
+    """Prefill is asked without a stream, and answers when its scheduler looks at the transfer."""
+
+    async def story(world: World) -> None:
+        go = asyncio.Event()
+
+        async def late(body: dict[str, Any]) -> web.StreamResponse:
+            await go.wait()
+            return web.json_response({})
+
+        prefill, decode = await world.server(late), await world.server(decodes())
+        await world.route([prefill.first], [decode.sglang])
+        assert (await world.ask(stream=stream, stream_options={"include_usage": True}))[0] == 200
+        assert (prefill.asked[0]["stream"], "stream_options" in prefill.asked[0]) == (False, False)
+        assert prefill.ended == [], "the request of prefill goes on"
+        go.set()
+
+    run(story)
+
+
+def test_vllm_decodes_what_sglang_prefills() -> None:
+    """The transfer is named after the room; the bootstrap server says where the rows are."""
+
+    async def story(world: World) -> None:
+        decode = await world.server(decodes())
+
+        async def computed(body: dict[str, Any]) -> web.StreamResponse:
+            await decode.until(lambda: len(decode.asked) == 1)
+            return web.json_response({})
+
+        prefill = await world.server(computed)
+        await world.route([prefill.first], [decode.vllm])
+        assert (await world.ask(custom_params={"disagg_kv_first_token": 3}))[0] == 200
+        room = prefill.asked[0]["bootstrap_room"]
+        assert decode.params == [{"do_remote_prefill": True, "transfer_id": f"sglang {room}", **INSTANCE}]
+        assert all("custom_params" not in body for body in (*prefill.asked, *decode.asked))
+        assert not set(ROOM) & set(decode.asked[0])
+
+    run(story)
+
+
+def test_sglang_decodes_what_vllm_prefills() -> None:
+    """Decode is asked after prefill, with its first token, and with the router as bootstrap server."""
+
+    async def story(world: World) -> None:
+        found: list[Any] = []
+
+        async def decoded(body: dict[str, Any]) -> web.StreamResponse:
+            url = "http://{}:{}/instance".format(*room_of(body)[:2])
+            async with world.session.get(url) as answer:
+                found.append(await answer.json())
+            return web.json_response({})
+
+        prefill = await world.server(in_turn(computes("P"), computes("P2")))
+        decode = await world.server(decoded)
+        await world.route([prefill.vllm], [decode.sglang])
+        for _ in range(2):
+            assert (await world.ask(custom_params={"disagg_kv_first_token": 3}))[0] == 200
+        assert found == [{"instance": name, "addresses": ["unix:///p"]} for name in ("P", "P2")]
+        assert [one["transfer_id"] for one in prefill.params] == [
+            f"sglang {body['bootstrap_room']}" for body in decode.asked
+        ]
+        assert all(body["custom_params"] == {"disagg_kv_first_token": 7} for body in decode.asked)
+
+    run(story)
+
+
+def test_between_the_engines_a_request_has_one_choice_and_a_prompt_that_is_sent() -> None:
+    async def story(world: World) -> None:
+        async def nothing(body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({"choices": []})
+
+        prefill, decode = await world.server(nothing), await world.server(decodes())
+        await world.route([prefill.vllm], [decode.sglang])
+        status, answer = await world.ask(n=2)
+        assert (status, answer["error"]["message"]) == (400, "n: one choice for each request")
+        assert prefill.asked == []
+        status, answer = await world.ask()
+        assert (status, answer["error"]["type"]) == (502, "router_error")
+        assert "sends nothing of this prompt" in answer["error"]["message"]
+        assert (len(prefill.asked), len(decode.asked)) == (1, 0)
+
+    run(story)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_failure_of_sglangs_prefill_ends_the_request_of_decode_and_begins_anew_in_another_room(engine: str) -> None:
+    async def story(world: World) -> None:
+        decode = await world.server(in_turn(decodes(after=never), decodes()))
+
+        async def dead(body: dict[str, Any]) -> web.StreamResponse:
+            await decode.until(lambda: len(decode.asked) == 1)
+            return await fails(503, "dead")(body)
+
+        async def computed(body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({})
+
+        prefill = await world.server(in_turn(dead, computed))
+        await world.route([prefill.first], [getattr(decode, engine)])
+        assert await world.ask() == (200, {"choices": [{"text": "decoded"}]})
+        await decode.until(lambda: len(decode.ended) == 1)
+        assert len({body["bootstrap_room"] for body in prefill.asked}) == 2
+
+    run(story)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_an_error_of_sglangs_decode_ends_the_request_of_prefill(status: int) -> None:
+    """A refusal goes to the client at once, a failure after the second attempt."""
+
+    async def story(world: World) -> None:
+        prefill, decode = await world.server(computes(after=never)), await world.server(fails(status, "no"))
+        await world.route([prefill.first], [decode.sglang])
+        assert await world.ask() == (status, {"error": {"message": "no"}})
+        attempts = 1 if status == 400 else 2
+        await prefill.until(lambda: len(prefill.ended) == attempts)
+        assert len(decode.asked) == attempts
+
+    run(story)
+
+
+def test_a_client_that_goes_away_ends_both_requests_of_sglang() -> None:
+    async def story(world: World) -> None:
+        prefill, decode = await world.server(computes(after=never)), await world.server(decodes(after=never))
+        await world.route([prefill.first], [decode.sglang])
+        asked = asyncio.create_task(world.ask())
+        for server in (prefill, decode):
+            await server.until(lambda server=server: len(server.asked) == 1)  # type: ignore[misc]
+        asked.cancel()
+        for server in (prefill, decode):
+            await server.until(lambda server=server: len(server.ended) == 1)  # type: ignore[misc]
+
+    run(story)
+
+
+def test_servers_are_named_with_their_engine() -> None:
+    assert router.Server.prefill("vllm=h:1") == router.Server("vllm", "http://h:1")
+    assert router.Server.prefill("vllm=https://h:1") == router.Server("vllm", "https://h:1")
+    assert router.Server.prefill("sglang=h:1/8998") == router.Server("sglang", "http://h:1", 8998)
+    assert router.Server.decode("sglang=https://h:1") == router.Server("sglang", "https://h:1")
+    assert router.Server.prefill("sglang=[::1]:1/8998").host == "[::1]"
+    for text in ("h:1", "http://h:1", "other=h:1", "sglang=h:1", "sglang=h:1/x", "vllm=h:1/8998", "vllm="):
+        with pytest.raises(ValueError, match="neither"):
+            router.Server.prefill(text)
+    for text in ("h:1", "other=h:1", "sglang="):
+        with pytest.raises(ValueError, match="neither"):
+            router.Server.decode(text)
