@@ -11,7 +11,7 @@ from tests.support.processes import wait
 
 
 def abandoned() -> set[str]:
-    """Names in /dev/shm that no living process maps; semaphores are others' own.
+    """Names in /dev/shm that no living process maps; semaphores, and engines' rings (``psm_``), are others' own.
 
     Tests run side by side: what another one's processes share at the moment says nothing.
     """
@@ -21,7 +21,7 @@ def abandoned() -> set[str]:
             mapped.update(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
         except OSError:
             continue  # it has ended, or is not ours
-    return {name for name in os.listdir("/dev/shm") if name not in mapped and not name.startswith("sem.")}
+    return {name for name in os.listdir("/dev/shm") if name not in mapped and not name.startswith(("sem.", "psm_"))}
 
 
 def held() -> tuple[int, int]:
