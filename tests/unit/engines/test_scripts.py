@@ -13,7 +13,10 @@ from tests.support.pages import ROOT
 
 PYTHON = f"""#!/usr/bin/env bash
 case $* in
-*router.py*) echo "router $*" >>"$SEEN" ;;
+*router.py*)
+    until [ "$(grep -c . "$SEEN")" = 2 ]; do sleep 0.05; done
+    echo "router $*" >>"$SEEN"
+    ;;
 *sglang.launch_server*) echo "sglang $*" >>"$SEEN" && exec sleep 60 ;;
 *) exec {sys.executable} "$@" ;;
 esac
@@ -39,7 +42,7 @@ ONE = {"PORT": "1", "PREFILL_PORT": "2", "DECODE_PORT": "3", "BOOTSTRAP_PORT": "
 def test_a_script_starts_two_servers_and_the_router(
     tmp_path: Path, script: str, args: list[str], prefill: str, decode: str
 ) -> None:
-    """The script ends with its router, and its servers with it."""
+    """The script ends with its router, and its servers with it. The router waits here until both have begun."""
     for name, text in (("python3", PYTHON), ("vllm-server", VLLM), ("curl", CURL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
