@@ -80,7 +80,8 @@ def share_caches() -> None:
         begin(transport)
         transport._segments.update(segments)
 
-    MHATokenToKVPool._create_buffers_normal, ShmTransport.__init__ = shared, adopt
+    MHATokenToKVPool._create_buffers_normal = shared
+    ShmTransport.__init__ = adopt  # type: ignore[method-assign,assignment]
 
 
 def attend_to_latents() -> None:

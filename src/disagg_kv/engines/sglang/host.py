@@ -150,7 +150,7 @@ REASONS: Mapping[str, str] = {
 }
 """What of SGLang is refused when a server starts, and why."""
 
-STATES: Mapping[str, str] = {
+BESIDE: Mapping[str, str] = {
     "swa": "layers with a sliding window have pages of their own, for the window alone",
     "swa_ring": "layers with a sliding window have a ring of their own",
     "mamba": "a request has one state in place of rows",
@@ -171,7 +171,7 @@ def refuse(args: Any, used: Mapping[str, bool]) -> None:
     """
     found = [f"{name} ({REASONS[name]})" for name, on in used.items() if on]
     kinds = [str(getattr(kind, "value", kind)) for kind in args.state_types]
-    found += [f"a cache with {kind} states ({STATES.get(kind, 'they are not described')})" for kind in kinds]
+    found += [f"a cache with {kind} states ({BESIDE.get(kind, 'they are not described')})" for kind in kinds]
     found += ["a draft model's cache (its layers are not described)"] if args.num_draft_entries else []
     found += [f"the layout {args.kv_layout} (its bytes are not described)"] if args.kv_layout is not None else []
     if found:

@@ -74,7 +74,7 @@ class SGLangOptions(EngineOptions):
             ConfigurationError: a path that needs it.
         """
         chosen = strategy(self.strategy)
-        path = chosen.path if exposes or chosen.path != AUTO else "staged"
+        path = "staged" if chosen.path == AUTO and not exposes else chosen.path
         if not exposes and exposes_pages(paths()[path]):
             raise ConfigurationError(
                 f"strategy {self.strategy!r}: with path {path!r} peers write into pages, which this SGLang frees "

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from disagg_kv.engines.common import CommonCache
-from disagg_kv.engines.opening import Opened
+from disagg_kv.engines.opening import Opened, open_endpoints
 from disagg_kv.engines.sglang import host
 from disagg_kv.engines.sglang.bootstrap import BootstrapServer
 from disagg_kv.engines.sglang.host import (
@@ -226,11 +226,11 @@ def test_pages_are_exposed_where_the_server_waits_for_them(
     monkeypatch: pytest.MonkeyPatch, produces: bool, defers: bool, path: str
 ) -> None:
     """Of prefill peers read none by themselves."""
-    taken, begin = list[str](), host.open_endpoints
+    taken: list[str] = []
 
     def opened(*args: Any, **given: Any) -> Opened:
         taken.append(given["strategy"])
-        return begin(*args, **given)
+        return open_endpoints(*args, **given)
 
     monkeypatch.setattr(host, "open_endpoints", opened)
     side, _ = Memory().side(SGLangOptions(), produces=bool(produces), defers=bool(defers))

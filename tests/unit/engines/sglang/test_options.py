@@ -34,6 +34,10 @@ def test_the_defaults_need_no_variable() -> None:
 @pytest.mark.parametrize("taken", ["auto", "per_chunk", "auto+incremental", "incremental+per_chunk", "staged"])
 def test_no_strategy_exposes_pages_that_sglang_frees_without_waiting(taken: str) -> None:
     """The endpoint takes one path by its name."""
+    no_pages_are_exposed(taken)
+
+
+def no_pages_are_exposed(taken: str = "auto") -> None:
     chosen = strategy(read({"strategy": taken}).names(exposes=False))
     exposing = {AUTO, *(name for name, path in paths().items() if exposes_pages(path))}
     assert chosen.path not in exposing

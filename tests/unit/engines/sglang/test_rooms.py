@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from disagg_kv.core import Options, Phase
 from disagg_kv.engines.sglang import bootstrap, rooms
 from disagg_kv.engines.sglang.options import SGLangOptions
-from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
 from disagg_kv.errors import ConfigurationError, EndpointBrokenError, RemoteProtocolError, UnsupportedError
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
@@ -193,6 +194,20 @@ def test_pages_of_a_failed_request_are_kept_until_nothing_writes_to_them(
     d.step()
     assert set(pages) <= set(d.free)
     assert [len(side.kept) for side in d.sides] == [0, 0]
+
+
+def test_a_failed_room_keeps_its_pages_until_nothing_writes_to_them() -> None:
+    """SGLang sees the failure at once, and asks for the pages in each step."""
+    endpoint: Any = SimpleNamespace(closed=False, poll=list)
+    side, late = Side(endpoint, 4, defers=True), Late()
+    room = ReceiverRoom(side, BOOTSTRAP, 1)
+    room._handle, late.phase = late, Phase.FAILED  # type: ignore[assignment]
+    assert room.poll() is Poll.FAILED
+    room.ensure_abort_notified(force_arm=True)
+    assert room.abort_notified
+    assert not side.free(1)
+    late.released = True
+    assert side.free(1)
 
 
 class Late:
