@@ -74,11 +74,11 @@ class SGLangOptions(EngineOptions):
             ConfigurationError: a path that needs it.
         """
         chosen = strategy(self.strategy)
-        path = "staged" if chosen.path == AUTO and not exposes else chosen.path
-        if not exposes and exposes_pages(paths()[path]):
+        if not exposes and chosen.path != AUTO and exposes_pages(paths()[chosen.path]):
             raise ConfigurationError(
-                f"strategy {self.strategy!r}: with path {path!r} peers write into pages, which this SGLang frees "
+                f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which this SGLang frees "
                 "without waiting for them (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, or "
                 "--enable-memory-saver); take 'staged'"
             )
+        path = "staged" if chosen.path == AUTO and not exposes else chosen.path
         return selecting(f"{path}+{chosen.schedule.name}")
