@@ -76,8 +76,8 @@ class SGLangOptions(EngineOptions):
         chosen = strategy(self.strategy)
         if not exposes and chosen.path != AUTO and exposes_pages(paths()[chosen.path]):
             raise ConfigurationError(
-                f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which this SGLang frees "
-                "without waiting for them (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, or "
+                f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which this SGLang "
+                "frees without waiting for them (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, or "
                 "--enable-memory-saver); take 'staged'"
             )
         path = "staged" if chosen.path == AUTO and not exposes else chosen.path
