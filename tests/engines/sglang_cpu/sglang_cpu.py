@@ -64,20 +64,21 @@ def share_caches() -> None:
     from disagg_kv.transports.memfd import SharedMemory
     from disagg_kv.transports.shm import ShmTransport
 
-    segments: list[SharedMemory] = []
+    segments, owner = list[SharedMemory](), Peer(os.urandom(16))
     create, begin = MHATokenToKVPool._create_buffers_normal, ShmTransport.__init__
 
     def shared(pool: Any) -> None:
         create(pool)
         for buffers in (pool.k_buffer, pool.v_buffer):
             for number, one in enumerate(buffers):
-                segments.append(SharedMemory(Peer(os.urandom(16)), 10_000 + len(segments), one.nbytes))
+                segments.append(SharedMemory(owner, 10_000 + len(segments), one.nbytes))
                 flat = torch.from_numpy(bytes_of(Buffer(segments[-1].addr, one.nbytes)))
                 buffers[number] = flat.view(one.dtype).view(one.shape)
                 buffers[number].zero_()
 
     def adopt(transport: ShmTransport) -> None:
         begin(transport)
+        transport._me = owner  # peers check the name of the memory
         transport._segments.update(segments)
 
     MHATokenToKVPool._create_buffers_normal = shared
