@@ -241,6 +241,12 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "Over a `UnixChannel`, on an idle host.",
             "python -m bench grant --json",
         ),
+        "cpu_lanes.json": Entry(
+            "What each transport carries",
+            cpu_tables.lanes,
+            "256 MiB between two processes, by `disagg-kv doctor --between`.",
+            "python -m benchmarks.lanes --json benchmarks/results/cpu_lanes.json",
+        ),
         "cpu_adapter_nixl.json": Entry(
             "What the transport adds to NIXL",
             cpu_tables.adapter,

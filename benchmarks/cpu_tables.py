@@ -33,6 +33,16 @@ def transfer(found: Found) -> str:
     return table(rows())
 
 
+def lanes(found: Found) -> str:
+    """What each transport carries between two processes."""
+    head = ["transport", "GB/s", "of a copy within a process", "over"]
+    rows = (
+        [of["transport"], f"{of['gb_s']:.2f}", f"{of['gb_s'] / found['copy_gb_s']:.0%}", of["over"] or "mapped memory"]
+        for of in found["transports"]
+    )
+    return table([head, *rows])
+
+
 def adapter(found: Found) -> str:
     """What a transport adds to its library."""
     head = [f"{found['transport']}: us, p50 / p95", "library", "transport", "added"]

@@ -128,7 +128,7 @@ def pairs(model: Path, tp: str, tokens: int, requests: int, port: int, progress_
 
 def _loads(decode: Instance) -> tuple[float, float]:
     """How many ranks' loads have ended, and their seconds."""
-    return decode.metric("vllm:disagg_kv_loaded_total"), decode.metric("vllm:disagg_kv_load_seconds_total")
+    return decode.metric("vllm:disagg_kv_loaded_total"), decode.metric("vllm:disagg_kv_load_seconds_sum")
 
 
 def compared(ones: list[float], others: list[float]) -> dict[str, float]:

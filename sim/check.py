@@ -266,7 +266,8 @@ class Checks:
         room = entry.room
         if not {"prefill", "decode"} - self._world.scenario.alone and len(room.prefill) > 1:
             return  # a prefill rank knows of the decode ranks that it has sent to
-        again = [one.decode for one in self._world.rooms if one.again and one.plan.room == room.plan.room]
+        same = [one for one in self._world.rooms if one.plan.room == room.plan.room and one.plan.back is room.plan.back]
+        again = [one.decode for one in same if one.again]
         for rank, other in enumerate(room.decode):
             served = any(use[rank].phase not in (None, Phase.FAILED) for use in again)
             if other.phase is Phase.FAILED and other.node.alive and not served:
@@ -390,6 +391,8 @@ class Checks:
         launches = prepared.ready if isinstance(prepared, PreparedLaunches) else prepared.gathers.ready
         if len(node.prepared) != len(launches):
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {len(launches)} are known")
+        if node.other is not None and isinstance(view, DecodeSide) and view.queue.waiting:
+            self._full(node)
         if "links.dropped" in node.counters.of:
             self._world.mark("links:dropped")
         due = node.loop.side.next_at()
@@ -412,6 +415,12 @@ class Checks:
         raised = FaultClass.POLL in self._world.hits or FaultClass.BROKEN in self._world.hits
         if not raised and not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
+
+    def _full(self, node: SimNode) -> None:
+        """Coverage: requests wait for bytes of the rings in both directions."""
+        views = [other.view for other in self._world.nodes if other.back is not node.back]
+        if any(isinstance(view, DecodeSide) and view.queue.waiting for view in views):
+            self._world.mark("both ways:both rings are full")
 
     def _integrity(self, node: SimNode, since: float) -> None:
         try:

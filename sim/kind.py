@@ -40,6 +40,7 @@ class Kind(Enum):
     TOGETHER = "several frames to one peer leave as one message"
     TOGETHER_CUT = "such a message loses its end: some frames arrive, and one loses its own"
     CHUNKS = "very many chunks are handed over at once"
+    BOTH_WAYS = "a request succeeds while another one goes the other way, between endpoints of the same processes"
     CROWD = "many small requests end while one waits, at either side"
     UNCLAIMED = "prefill gives a finished room up that no decode rank has asked for"
     UNOPENED = "decode gives a room up that prefill has not opened"

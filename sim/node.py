@@ -85,8 +85,9 @@ class SimNode(SimProcess):
         rank: int,
         life: int,
         elsewhere: bool = False,
+        beside: SimProcess | None = None,
     ) -> None:
-        super().__init__(world, index, side, instance, split, rank, life, elsewhere)
+        super().__init__(world, index, side, instance, split, rank, life, elsewhere, beside)
         self.leased: dict[tuple[RoomKey, int], ReceiveRoom] = {}
         self.channel = (SimBatchChannel if world.scenario.together else SimChannel)(network, self)
         self.transport = SimTransport(dma, self)
@@ -170,6 +171,10 @@ class SimNode(SimProcess):
         if self.handling_raises:
             self.must_break = True
             raise RuntimeError("sim: the handling of an error failed")
+
+    def endpoints(self) -> Sequence[SimNode]:
+        """All of its process: two, where rooms go both ways."""
+        return [self, self.other] if isinstance(self.other, SimNode) else [self]
 
     @property
     def exposes(self) -> bool:

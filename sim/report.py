@@ -29,6 +29,7 @@ tables, every release."""
 
 MARKS = frozenset(
     {
+        "both ways:both rings are full",
         "links:dropped",
         "release:landed",
         "release:drained",

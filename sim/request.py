@@ -32,6 +32,7 @@ class Request:
         withdraw: seconds after which prefill is preempted; None: never.
         late: those seconds begin when a prefill rank has all rows, not with the room.
         total_s: its deadline.
+        back: it goes from decode to the first prefill instance.
         attempt: its number; it begins when the one before has ended.
         burst: chunks are handed over at once, whether or not the endpoint has taken any.
         unmet: the side, ``prefill`` or ``decode``, for which the other waits in vain; empty: none.
@@ -59,6 +60,7 @@ class Request:
     burst: bool = False
     unmet: str = ""
     never: bool = False
+    back: bool = False
     attempt: int = 1
 
     @property

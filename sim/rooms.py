@@ -147,7 +147,7 @@ class SimRoom(ABC):
 
     def before(self, plan: Request) -> bool:
         """Whether another request begins only after this one is over."""
-        if plan.request == self.plan.request:
+        if (plan.request, plan.back) == (self.plan.request, self.plan.back):
             return True
         mine, prompt = self.plan.prompt, plan.prompt
         return mine is not None and prompt is not None and prompt.waits and prompt.conversation == mine.conversation

@@ -72,6 +72,9 @@ RINGS = 0.8
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
+BOTH_WAYS = 0.3
+"""Share of the suitable worlds in which decode's ranks send rooms, too, to the first prefill instance."""
+
 ROOMS, FEW_ROOMS, WIDE = (3, 4, 4, 5, 5), (2, 3, 4), 5
 """Rooms of a world; rooms of a wide world; the ranks that make it wide. A room costs as much as its pairs of ranks."""
 
@@ -218,6 +221,7 @@ class Scenario:
     ``pieces`` of work of one kind are done in a turn at most.
     ``refused`` is the number of a prefill instance that cannot work with decode, as they have no path in common; None:
     all can.
+    Where rooms go ``both_ways``, each rank of decode and of the first prefill instance has an endpoint of either side.
     ``far`` is the side and the number of a rank whose frames take longer than those of the others; None: of no rank.
     Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
     """
@@ -254,19 +258,20 @@ class Scenario:
     requests: tuple[Request, ...]
     conversations: tuple[Conversation, ...]
     collisions: bool
+    both_ways: bool = False
 
     @property
     def ranks(self) -> int:
-        """How many endpoints there are."""
+        """How many processes there are."""
         return sum(p.world for p in self.prefills) + self.decode.world
 
     def source_of(self, index: int) -> int:
-        """Which prefill instance a rank belongs to."""
+        """Which prefill instance a rank belongs to; ranks of decode that send are like the first."""
         for number, split in enumerate(self.prefills):
             if index < split.world:
                 return number
             index -= split.world
-        raise AssertionError(index)
+        return 0
 
     def outside(self) -> random.Random:
         """What draws the faults of what endpoints are given."""
@@ -311,7 +316,14 @@ class Scenario:
         if exposing and not agrees(seed, decode.world) and large.random() < LARGE:
             options = evolve(options, request_pages=large.choice(MOST_PAGES))
             exposing, prefill_paths = False, ["auto", "staged"]
-        refused = None if exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
+        both_ways = not conversations and not stuck and _both_ways(seed, shape, faults)
+        if both_ways:
+            requests, options = _mirrored(seed, requests), evolve(options, window=16)
+            prefills = tuple(evolve(one, pages=2 * one.pages) for one in prefills)
+            decode = evolve(decode, pages=2 * decode.pages)
+        refused = (
+            None if both_ways or exposing or conversations or scarce else refused_of(seed, decode_path, len(prefills))
+        )
         return cls(
             seed=seed,
             model=shape.model,
@@ -327,7 +339,9 @@ class Scenario:
             verify="off" if slow_kernels or rings else rng.choice(("off", "sampled", "full")),
             slot_bytes=slot,
             slots=1 if stuck else rng.choice((2, 4, 8)),
-            ring_bytes=ring,
+            ring_bytes=8 * lease
+            if both_ways
+            else ring,  # with a wide window, rings of both directions are full at once
             options=options,
             drain_s=0.0 if FaultClass.CLOCK in faults else rng.choice((0.0, 0.0, 0.1, 0.3, None)),
             one_host=rng.random() < 0.5 or rings,
@@ -345,7 +359,8 @@ class Scenario:
             collisions=rng.random() < 0.1,
             waits_events=rng.random() < 0.5,
             orders=slow_kernels and rng.random() < 0.6,
-            queues=queue(seed, sum(split.world for split in prefills)),
+            queues=queue(seed, sum(split.world for split in prefills)) + (True,) * (both_ways * decode.world),
+            both_ways=both_ways,
             maps=maps,
             pieces=random.Random(f"pieces {seed}").choice((2, 8, 64, 256)),
         )
@@ -527,6 +542,23 @@ def _chunked(seed: int, shape: Shape, requests: tuple[Request, ...]) -> tuple[Re
     edges = tuple(range(1, rows + 1))
     long = evolve(one, rows=rows, edges=edges, steps=False, pass_s=0.0, burst=True, total_s=total_s)
     return (*requests[:number], long, *requests[number + 1 :])
+
+
+def _both_ways(seed: int, shape: Shape, faults: Mapping[FaultClass, float]) -> bool:
+    """Whether rooms go both ways in the world of a seed. A process is not replaced there: its endpoints are two."""
+    few = shape.ranks < WIDE and shape.model.states is None and FaultClass.REPLACED not in faults
+    return few and random.Random(f"both ways {seed}").random() < BOTH_WAYS
+
+
+def _mirrored(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Beside each of the first requests, one that goes the other way at about the same time, perhaps of the same id."""
+    rng = random.Random(f"mirrored {seed}")
+    name = rng.choice((b"", b" back"))
+    others = [
+        evolve(one, request=RoomId(one.request + name), back=True, source=0, aux=False, at=one.at + _ms(rng, 5))
+        for one in requests[: ROOMS[-1]]
+    ]
+    return (*requests, *others)
 
 
 def _unmet(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:

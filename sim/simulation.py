@@ -203,7 +203,11 @@ class SimProcess:
         instance, rank, split: its place.
         life: 1 for the first process in this place.
         elsewhere: at an address of its own, not at that of the life before.
+        beside: the endpoint with which it shares a process and the pool, where rooms go both ways; None: it is alone,
+            or the first of the two.
 
+    ``other``: the other endpoint of the process.
+    ``back``: it serves the rooms from decode to prefill.
     ``maps``: it maps the pool of a peer as it connects it.
     ``mapped_at``: by then the last one that takes long has returned.
     ``raised_at``: when a flag of its page was raised last.
@@ -219,8 +223,13 @@ class SimProcess:
         rank: int,
         life: int,
         elsewhere: bool = False,
+        beside: SimProcess | None = None,
     ) -> None:
         self.world = world
+        self.other = beside
+        self.back = beside is not None
+        self.process: Process
+        self.memory: RankMemory
         self.index = index
         self.side = side
         self.instance = instance
@@ -254,6 +263,9 @@ class SimProcess:
         self.raised_at = -1.0
         self.offset = 0.0
         self.wake_at = 0.0
+        if beside is not None:
+            beside.other, self.process, self.memory = self, beside.process, beside.memory
+            return
         # A later life may be in a process that was there before: only its birth says which is the later one.
         started = 7 * life % 10
         self.process = Process(1000 * life + 100 * (side == "decode") + index, started, self._host())

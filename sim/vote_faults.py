@@ -37,7 +37,7 @@ class VoteFaults(AimedFaults):
             return
         room = self._random.choice(rooms)
         world.mark("votes:a vote waits")
-        first = world.instance("decode")[0]
+        first = world.instance("decode back" if node.back else "decode")[0]
         acts = [*self._acts(node, "the follower", room), *self._acts(first, "rank 0", room)]
         gives_up, ends = dict(acts).get("the follower gives up"), dict(acts).get("rank 0 ends")
         if gives_up is not None and ends is not None:

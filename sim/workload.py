@@ -45,7 +45,8 @@ class Room(SimRoom):
         first: SimRoom | None = None,
         again: Collection[str] = (),
     ) -> None:
-        prefill, decode = world.instance(f"prefill {plan.source}"), world.instance("decode")
+        prefill = world.instance("prefill back" if plan.back else f"prefill {plan.source}")
+        decode = world.instance("decode back" if plan.back else "decode")
         super().__init__(world.scenario, number, plan, prefill, decode, first, again)
         self.world = world
         self._check = check
@@ -408,6 +409,8 @@ class Room(SimRoom):
             return
         if handle.report.reason:
             world.saw(Kind.LARGE)
+        if any(other.plan.back != self.plan.back and not other.over for other in world.rooms):
+            world.saw(Kind.BOTH_WAYS)
         if entry.slots:
             world.saw(Kind.STATES)
             if not len(lens.columns):

@@ -49,6 +49,9 @@ LEARNS_S = 0.3
 SETTLE_S = 8.0
 """I4: after the faults stop and the deadline of the last room, everything comes to rest within this time."""
 
+BACK = {"prefill back": "decode", "decode back": "prefill 0"}
+"""Where rooms go both ways: the endpoints of the way back, and those with which they share their processes."""
+
 STEPS = 5_000
 """More than any moment needs: then a process makes steps in vain."""
 
@@ -92,18 +95,30 @@ class World(Cluster):
     # Processes.
 
     def _launch(self, group: str, split: Split) -> None:
-        """Start all ranks of an instance, in a life of its own."""
+        """Start all ranks of an instance, in a life of its own, and what shares their processes."""
         self._lives[group] += 1
         life = self._lives[group]
-        side, _, number = group.partition(" ")
-        first = sum(p.world for p in self.scenario.prefills[: int(number or 0)]) if side == "prefill" else 0
+        beside: Sequence[SimNode | None] = self.groups[BACK[group]] if group in BACK else [None] * split.world
+        side, first = self._place(group)
         nodes = []
-        for rank in range(split.world):
+        for rank, process in enumerate(beside):
             nodes.append(
-                SimNode(self, self.network, self.dma, first + rank, side, f"{group} life {life}", split, rank, life)
-            )
+                SimNode(
+                    self, self.network, self.dma, first + rank, side, f"{group} life {life}", split, rank, life,
+                    beside=process,
+                )
+            )  # fmt: skip
             self._begin(nodes[-1])
         self.groups[group] = nodes
+        for back, forth in BACK.items():
+            if self.scenario.both_ways and forth == group:
+                self._launch(back, split)
+
+    def _place(self, group: str) -> tuple[str, int]:
+        """The side of an instance, and the number of its first rank there."""
+        side, _, number = group.partition(" ")
+        worlds = [p.world for p in self.scenario.prefills] if side == "prefill" else [self.scenario.decode.world]
+        return side, sum(worlds if number == "back" else worlds[: int(number or 0)])
 
     def _begin(self, node: SimNode) -> None:
         """A process is there."""
@@ -179,6 +194,9 @@ class World(Cluster):
             del self.places[node.address]
         self.dead.append(node)
         self.network.linger(node.channel)
+        for one in node.endpoints():
+            if one.alive:
+                self._end(one)
         for entry in [e for e in self.entries.values() if e.node is node]:
             self.entries.pop(id(entry.handle))
         delay = self.random.choice((0.001, 0.001, 0.3))
@@ -219,6 +237,7 @@ class World(Cluster):
         self._end(node)
 
     def _restart(self, group: str) -> None:
+        group = BACK.get(group, group)
         for node in self.groups[group]:
             if node.alive:
                 self._end(node)
@@ -270,25 +289,29 @@ class World(Cluster):
     def _stop(self, node: SimNode, times: Sequence[float]) -> float:
         seconds = self.random.choice(times)
         self.stood_still += seconds
-        node.stood_still += seconds
-        node.paused = True
-        node.frozen_at = self.now
+        for one in node.endpoints():
+            one.stood_still += seconds
+            one.paused = True
+            one.frozen_at = self.now
         self.later(seconds, partial(self._resume, node))
         return seconds
 
     def _resume(self, node: SimNode) -> None:
-        node.paused = False
-        node.frozen_at = None
-        node.touch()
-        self._await_evidence(node)
+        for one in node.endpoints():
+            one.paused = False
+            one.frozen_at = None
+            one.touch()
+            self._await_evidence(one)
 
     def _jump(self) -> None:
         if self.healed or not self.places:
             return
         self.hit(FaultClass.CLOCK)
         node = self.random.choice(self.nodes)
-        node.offset += self.random.choice((0.1, 1.0, 2.5))
-        node.touch()
+        seconds = self.random.choice((0.1, 1.0, 2.5))
+        for one in node.endpoints():
+            one.offset += seconds
+            one.touch()
 
     def _out_of_turn(self) -> None:
         """A peer sends a stray frame: it changes nothing, or fails the room."""

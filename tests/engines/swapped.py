@@ -1,4 +1,4 @@
-"""The negative control: a connector that swaps two heads of all rows that have arrived."""
+"""The negative controls: connectors that swap two heads of all that has arrived."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ class SwappedHeads(DisaggKVConnector):
         """Swap heads 0 and 1 once rows have arrived."""
         results = super().get_transfer_results(finished_req_ids)
         if results.finished_recving:
-            for tensor in self._tensors.values():
+            for tensor in self._swapped():
                 tensor[:, [0, 1]] = tensor[:, [1, 0]]
         return results
+
+    def _swapped(self) -> list[Any]:
+        return list(self._tensors.values())
+
+
+class SwappedStates(SwappedHeads):
+    """The same, of recurrent states alone."""
+
+    def _swapped(self) -> list[Any]:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return [layers[name].kv_cache[1] for name in self._tensors if name.endswith("mixer")]

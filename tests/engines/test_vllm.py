@@ -72,7 +72,7 @@ def test_decode_keeps_another_dtype(start: Start) -> None:
     assert decode.metric("vllm:disagg_kv_loaded_total") == len(LENGTHS)
     assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
     per_row = 4 * 2 * 4 * 32 * 2  # layers, K and V, heads, elements, bytes
-    assert decode.metric("vllm:disagg_kv_loaded_bytes_total") == sum(LENGTHS) * per_row
+    assert decode.metric("vllm:disagg_kv_loaded_bytes_sum") == sum(LENGTHS) * per_row
 
 
 def test_swapped_heads_give_other_tokens(start: Start, tokens_of: TokensOf) -> None:
@@ -96,9 +96,9 @@ def test_rows_in_the_prefix_cache_of_decode_are_not_sent_again(start: Start, tok
     )
     first, second = prompt(300), [*prompt(300)[:256], *prompt(60, seed=1)]
     assert serve(prefill, decode, "first", first, COUNT)["tokens"] == tokens_of(first, COUNT)
-    whole = decode.metric("vllm:disagg_kv_loaded_bytes_total")
+    whole = decode.metric("vllm:disagg_kv_loaded_bytes_sum")
     assert serve(prefill, decode, "second", second, COUNT)["tokens"] == tokens_of(second, COUNT)
-    assert decode.metric("vllm:disagg_kv_loaded_bytes_total") - whole < whole / 2
+    assert decode.metric("vllm:disagg_kv_loaded_bytes_sum") - whole < whole / 2
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -161,10 +161,10 @@ def pair(model: object, tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def test_no_block_is_stranded_by_aborts(pair: tuple[Instance, Instance], tokens_of: TokensOf) -> None:
-    """50 requests, a third of which the client aborts on either side at any time."""
+    """100 requests, a third of which the client aborts on either side at any time."""
     prefill, decode = pair
     draw = random.Random(5)
-    for number in range(50):
+    for number in range(100):
         tokens, name = prompt(draw.randrange(20, 300), seed=number), f"abort {number}"
         gone = draw.choice(("no", "no", "no", "no", "prefill", "decode"))
         prefill.begin(f"p-{name}", tokens, 1, {**PREFILL, "transfer_id": f"transfer {number}"})

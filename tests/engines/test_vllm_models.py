@@ -67,6 +67,21 @@ def deepseek() -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, **experts, num_hidden_layers=3))
 
 
+def qwen_next() -> Any:
+    """Gated delta nets beside full attention; vLLM's kernels for CPUs have heads of 128 elements, and bfloat16 only."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    linear: dict[str, Any] = {
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    }  # fmt: skip
+    experts: dict[str, Any] = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    }  # fmt: skip
+    kinds = ["linear_attention", "full_attention"] * 2
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **linear, **experts, num_hidden_layers=4, layer_types=kinds))
+
+
 def falcon() -> Any:
     """Attention and Mamba in every layer."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
@@ -79,7 +94,9 @@ def falcon() -> Any:
     return FalconH1ForCausalLM(FalconH1Config(**sizes, **mamba, num_hidden_layers=2))
 
 
-MODELS: Mapping[str, Callable[[], Any]] = {"gemma": gemma, "mistral": mistral, "deepseek": deepseek, "falcon": falcon}
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "gemma": gemma, "mistral": mistral, "deepseek": deepseek, "falcon": falcon, "qwen next": qwen_next,
+}  # fmt: skip
 
 Begin = Callable[..., Instance]
 
@@ -130,9 +147,9 @@ def answers(
     return found
 
 
-def alone(begin: Begin, kind: str, prompts: Sequence[list[int]]) -> list[list[int]]:
+def alone(begin: Begin, kind: str, prompts: Sequence[list[int]], **config: Any) -> list[list[int]]:
     """The tokens of one instance without any transfer."""
-    instance = begin(kind, "alone", None).ready()
+    instance = begin(kind, "alone", None, **config).ready()
     found: list[list[int]] = [instance.ask(str(len(tokens)), tokens, COUNT)["tokens"] for tokens in prompts]
     instance.close()
     return found
@@ -157,14 +174,16 @@ def by_nixl(
 
 
 def transferred(
-    begin: Begin, kind: str, tps: tuple[int, int], prompts: Sequence[list[int]], loaded: int, **more: Any
+    begin: Begin, kind: str, tps: tuple[int, int], prompts: Sequence[list[int]], loaded: int, **config: Any
 ) -> list[list[int]]:
     """The tokens of two instances, with a checksum of every byte.
 
-    ``loaded``: the number of prompts that are transferred, not computed by decode. ``more``: of the prefill instance.
+    ``loaded``: the number of prompts that are transferred, not computed by decode. ``config``: of both instances.
     """
-    kv = [transfer(role, verify="full") for role in ("kv_producer", "kv_consumer")]
-    prefill, decode = begin(kind, "prefill", kv[0], tp=tps[0], **more), begin(kind, "decode", kv[1], tp=tps[1])
+    prefill, decode = (
+        begin(kind, role, transfer(role, verify="full"), tp=tp, **config)
+        for role, tp in zip(("kv_producer", "kv_consumer"), tps, strict=True)
+    )
     found = answers(prefill.ready(), decode.ready(), prompts)
     assert decode.metric("vllm:disagg_kv_loaded_total") == loaded * tps[1]
     assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
@@ -173,14 +192,16 @@ def transferred(
     return found
 
 
+CHUNKED = {"max_num_batched_tokens": 64}
+"""Prompts are computed in steps of 64 tokens."""
+
+
 @pytest.mark.parametrize("kind", ["gemma", "mistral"])
 @pytest.mark.parametrize("tps", [(1, 1), (1, 2), (2, 1)])
 def test_tokens_of_models_with_sliding_windows(begin: Begin, kind: str, tps: tuple[int, int]) -> None:
-    """Chunked prefill of 64 tokens."""
     prompts = [prompt(length) for length in LENGTHS]
     wanted = alone(begin, kind, prompts)
-    chunked = {"max_num_batched_tokens": 64}
-    assert transferred(begin, kind, tps, prompts, len(LENGTHS) - len(OUTRUN), args=chunked) == wanted
+    assert transferred(begin, kind, tps, prompts, len(LENGTHS) - len(OUTRUN), args=CHUNKED) == wanted
 
 
 @pytest.mark.parametrize("tps", [(1, 1), (1, 2)])
@@ -195,8 +216,36 @@ def test_tokens_of_a_model_with_latents(begin: Begin, tps: tuple[int, int], monk
     assert transferred(begin, "deepseek", tps, prompts, len(prompts)) == wanted
 
 
-def test_a_model_with_mamba_layers_is_refused_by_name_at_start(begin: Begin) -> None:
-    instance = begin("falcon", "prefill", transfer("kv_producer"))
+STATES = (2, 33, 64, 65, 66, 150, 400)
+"""Lengths of prompts for models with states."""
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 2), (1, 2), (2, 1)])
+def test_tokens_of_a_model_with_mamba_layers(begin: Begin, tps: tuple[int, int]) -> None:
+    prompts = [prompt(length) for length in STATES]
+    wanted = alone(begin, "falcon", prompts)
+    assert transferred(begin, "falcon", tps, prompts, len(prompts), args=CHUNKED) == wanted
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (1, 2), (2, 1)])
+def test_tokens_of_a_model_with_gated_delta_nets(begin: Begin, tps: tuple[int, int]) -> None:
+    """The last token of each prompt is a step of its own in every instance: other steps would round otherwise."""
+    prompts = [prompt(32 * steps + 1) for steps in (1, 2, 5)]
+    config: dict[str, Any] = {"dtype": "bfloat16", "args": {"max_num_batched_tokens": 32, "max_num_seqs": 8}}
+    wanted = alone(begin, "qwen next", prompts, **config)
+    assert transferred(begin, "qwen next", tps, prompts, len(prompts), **config) == wanted
+
+
+def test_swapped_states_give_other_tokens(begin: Begin) -> None:
+    """The comparisons above can fail."""
+    wrong = {"kv_connector": "SwappedStates", "kv_connector_module_path": "tests.engines.swapped"}
+    prefill = begin("falcon", "prefill", transfer("kv_producer")).ready()
+    decode = begin("falcon", "decode", {**transfer("kv_consumer"), **wrong}).ready()
+    assert answers(prefill, decode, [prompt(150)]) != alone(begin, "falcon", [prompt(150)])
+
+
+def test_states_in_the_prefix_cache_are_refused_by_name_at_start(begin: Begin) -> None:
+    instance = begin("falcon", "prefill", transfer("kv_producer"), prefix_caching=True)
     with pytest.raises(AssertionError, match="the instance has ended"):
         instance.ready()
-    assert "DisaggKVConnector does not move vLLM's MambaSpec yet" in instance.log.read_text()
+    assert "start it with --no-enable-prefix-caching" in instance.log.read_text()

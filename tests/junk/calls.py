@@ -599,10 +599,10 @@ plain("Buffer.__init__", Buffer, {"addr": 4096, "nbytes": 1, "device": "cpu", "o
 
 POOL = {"spec": SPEC, "shard": shard(SPEC), "pages": 2, "page_size": 4, "state_slots": 0, "layout": "NHD",
         "fused": False, "group": KV, "aux_slots": 1, "aux_bytes": 8, "allocator": None,
-        "device": "cpu"}  # fmt: skip
+        "device": "cpu", "pinned": False}  # fmt: skip
 plain("PagedPool.allocate", PagedPool.allocate, POOL, spec="thing", shard="thing", pages="count", page_size="count",
       state_slots="count", layout="thing", fused="flag", group="text", aux_slots="count",
-      aux_bytes="count", allocator="function or none", device="thing")  # fmt: skip
+      aux_bytes="count", allocator="function or none", device="thing", pinned="flag")  # fmt: skip
 
 
 covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", aux_bytes="count")(
@@ -614,12 +614,12 @@ covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", 
 def _tensors() -> dict[str, object]:
     tensors = {layer: {n: torch.zeros(2, 4, 2, 8, dtype=torch.float16) for n in "kv"} for layer in SPEC.layers}
     return {"spec": SPEC, "shard": shard(SPEC), "tensors": tensors, "layout": "NHD", "group": KV,
-            "null_page": None, "aux_slots": 1, "aux_bytes": 8,
+            "null_page": None, "state_group": "state", "aux_slots": 1, "aux_bytes": 8,
             "overlaid": False}  # fmt: skip
 
 
 covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing", group="text by layer",
-       null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
+       null_page="count or none", state_group="text by layer", aux_slots="count", aux_bytes="count", overlaid="flag")(
     lambda bench: (PagedPool.from_tensors, _tensors())
 )  # fmt: skip
 covers("PagedPool.view", plane="count")(lambda bench: (_pool().view, {"plane": 0}))

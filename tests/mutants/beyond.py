@@ -13,6 +13,7 @@ from disagg_kv.core.wire.frames import WireTable
 from disagg_kv.transports import ShmTransport
 from tests.unit.core import test_elected as elected
 from tests.unit.core import test_page_runs as runs
+from tests.unit.endpoints import test_both_ways as both_ways
 from tests.unit.endpoints import test_device_copies as device_copies
 from tests.unit.endpoints import test_driver as driver
 from tests.unit.endpoints import test_edges as edges
@@ -49,6 +50,13 @@ def _polls_alone() -> None:
 
 
 BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
+    (Mutant("ids of rooms are remembered by the process, not by each endpoint",
+            "endpoints.loop.endpoint:UsedIds.__init__", "self._used: OrderedDict[RoomId, None] = OrderedDict()",
+            "self._used = self.__class__.__dict__.get('all', OrderedDict())\n    self.__class__.all = self._used"),
+     both_ways.test_both_directions_of_one_room_id_are_two_rooms),
+    (Mutant("a peer that only receives is taken for a sender",
+            "endpoints.peers.handshake:EndpointInfo._admit_sibling", "if hello.instance != self.instance:",
+            "if False:"), both_ways.test_a_peer_that_only_receives_is_refused_by_name_at_the_handshake),
     (Mutant("a call wakes no thread for what it leaves",
             DRIVER + "_plan", "loop.channel.wake()", "pass"), _stops_polling),
     (Mutant("a command is left lying",

@@ -77,6 +77,7 @@ class Knobs:
         late: prefill: writes are in flight for a random while.
         copying: prefill: copies into mapped pages are in flight until the test releases them.
         device: of the pool.
+        pinned: whether the pool's memory, on the host, is pinned.
     """
 
     path: str = "staged"
@@ -95,6 +96,7 @@ class Knobs:
     late: bool = False
     copying: bool = False
     device: str = "cpu"
+    pinned: bool = False
 
 
 @frozen
@@ -271,6 +273,7 @@ class Member:
             aux_bytes=16,
             allocator=self._transport.allocate if isinstance(self._transport, SupportsAllocate) else None,
             device=knobs.device,
+            pinned=knobs.pinned,
         )
         self.planes = [plane_of(self.pool, plane) for plane in range(PLANES)]
         for plane in self.planes:

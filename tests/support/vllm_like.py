@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 
 from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.core import Options, Verify
@@ -34,6 +34,7 @@ from disagg_kv.ids import LayerId
 from disagg_kv.rendezvous import RequestRendezvous
 from disagg_kv.transports import between_processes
 from tests.support.vllm_requests import BlockTables, Request, Status
+from tests.support.vllm_states import MambaSpec, States
 
 POISON = -1.0
 BYTES = 1 << 18
@@ -63,7 +64,7 @@ class MLAAttentionSpec(FullAttentionSpec):
     """A spec known by its class name."""
 
 
-class MambaSpec(FullAttentionSpec):
+class CrossAttentionSpec(FullAttentionSpec):
     """A spec that the connector does not know."""
 
 
@@ -73,9 +74,10 @@ class Model:
 
     heads: int = 4
     dim: int = 8
-    groups: Sequence[tuple[type[FullAttentionSpec], Sequence[int], int | None]] = (
+    groups: Sequence[tuple[type[FullAttentionSpec | MambaSpec], Sequence[int], int | None]] = (
         (FullAttentionSpec, (0, 1, 2), None),
     )
+    states: States = field(factory=States)
 
     @property
     def layers(self) -> int:
@@ -85,6 +87,7 @@ class Model:
 
 MLA = Model(heads=1, dim=12, groups=((MLAAttentionSpec, (0, 1), None),))
 TWO_GROUPS = Model(groups=((FullAttentionSpec, (0, 2), None), (SlidingWindowSpec, (1, 3), 6)))
+HYBRID = Model(groups=((MambaSpec, (0, 2), None), (FullAttentionSpec, (1, 4), None), (MambaSpec, (3,), None)))
 THREE_GROUPS = Model(
     groups=((SlidingWindowSpec, (0, 3), 6), (SlidingWindowSpec, (1, 4), 6), (FullAttentionSpec, (2,), None))
 )
@@ -109,6 +112,7 @@ def configs(model: Model, instance: str, *, tp: int = 1, block: int = 4, blocks:
         model_config=SimpleNamespace(
             model="some/model",
             hf_config=SimpleNamespace(to_dict=lambda: {"layers": model.layers, "_name_or_path": instance}),
+            hf_text_config=SimpleNamespace(mamba_n_groups=model.states.groups),
             dtype=torch.float16,
             quantization=None,
             revision=None,
@@ -123,7 +127,9 @@ def configs(model: Model, instance: str, *, tp: int = 1, block: int = 4, blocks:
     groups = [
         SimpleNamespace(
             layer_names=[layer_name(number) for number in layers],
-            kv_cache_spec=kind(block, local_heads(model, tp), window),
+            kv_cache_spec=kind(block, local_heads(model, tp), window)
+            if issubclass(kind, FullAttentionSpec)
+            else model.states.spec(tp),
         )
         for kind, layers, window in model.groups
     ]
@@ -180,13 +186,13 @@ class Engine:
     ) -> None:
         vllm, cache = configs(model, instance, tp=tp, block=block, blocks=blocks)
         self.model, self.tp, self.budget, self.max_tokens = model, tp, budget, max_tokens
-        self.facts: EngineFacts = facts(vllm, cache, tiles=tiles)
+        self.facts: EngineFacts = facts(vllm, cache, tiles=tiles, channels_first=model.states.channels_first)
         self.side = SchedulerSide(instance, self.facts.groups, produces=produces, consumes=consumes)
         self.layered = "layer_pipelined" in strategy
         self.ranks: list[WorkerSide] = []
         self.senders: list[PrefillEndpoint] = []
         self.receivers: list[DecodeEndpoint] = []
-        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.tensors: list[dict[str, Any]] = []
         meetings = [RequestRendezvous() for _ in range(tp)]
         names = {layer.name: LayerId(number) for number, layer in enumerate(self.facts.layers)}
         for rank in range(tp):
@@ -212,7 +218,9 @@ class Engine:
                     channel=InprocChannel(hub, f"{instance}-d{rank}"), **common,
                 )  # fmt: skip
                 self.receivers.append(receiver)
-            self.tensors.append(tensors)
+            self.tensors.append({
+                name: self.model.states.views(of, tp) if of.dtype is torch.int8 else of for name, of in tensors.items()
+            })  # fmt: skip
             self.ranks.append(WorkerSide(sender, receiver, names, claim_s=(options or Options()).claim_s))
         for meeting in meetings:
             if produces:
@@ -244,11 +252,18 @@ class Engine:
         deepest = max(len(layers) for _, layers, _ in self.model.groups)
         outer = [blocks, deepest] if interleaved else [deepest, blocks]
         memory = torch.full((*outer, *shape), POISON, dtype=torch.float16)
-        return {
-            layer_name(layer): memory.select(1 if interleaved else 0, place)
-            for _, layers, _ in self.model.groups
+        cells = {
+            layer_name(layer): (kind, memory.select(1 if interleaved else 0, place))
+            for kind, layers, _ in self.model.groups
             for place, layer in enumerate(layers)
         }
+        return {
+            name: of.view(torch.int8).flatten(1)[:, None, None] if kind is MambaSpec else of
+            for name, (kind, of) in cells.items()
+        }
+
+    def _has_states(self, group: int) -> bool:
+        return self.model.groups[group][0] is MambaSpec
 
     # The rows in the tensors.
 
@@ -272,6 +287,12 @@ class Engine:
 
     def write(self, rank: int, layer: int, group: int, request: Request, start: int, stop: int) -> None:
         """Compute rows."""
+        if self._has_states(group):
+            slot = self.tables[request.request_id][group][0]
+            both = self.model.states.truth(request.tokens[:stop], self.tp, rank)
+            for tensor, value in zip(self.tensors[rank][layer_name(layer)], both, strict=True):
+                tensor[slot] = value
+            return
         tensor, where = self._cells(rank, layer, self.tables[request.request_id][group], start, stop)
         tensor[where] = truth(layer, self._heads(rank), request.tokens[:stop], start, self.model.dim)
 
@@ -279,10 +300,17 @@ class Engine:
         """Ranks and layers in which the rows of a prompt are not right."""
         out = []
         for rank, (layer, group, window) in itertools.product(range(self.tp), self._layers()):
-            stop = request.num_prompt_tokens
+            stop = request.num_prompt_tokens - (1 if any(map(self._has_states, range(len(self.model.groups)))) else 0)
+            if self._has_states(group):
+                slot = self.tables[request.request_id][group][0]
+                both = self.model.states.truth(request.tokens[:stop], self.tp, rank)
+                pairs = zip(self.tensors[rank][layer_name(layer)], both, strict=True)
+                out += [] if all(torch.equal(tensor[slot], value) for tensor, value in pairs) else [(rank, layer)]
+                continue
             start = 0 if window is None else max(0, stop - window)  # to which the last token attends
             tensor, where = self._cells(rank, layer, self.tables[request.request_id][group], start, stop)
-            if not torch.equal(tensor[where], truth(layer, self._heads(rank), request.tokens, start, self.model.dim)):
+            wanted = truth(layer, self._heads(rank), request.tokens[:stop], start, self.model.dim)
+            if not torch.equal(tensor[where], wanted):
                 out.append((rank, layer))
         return out
 
@@ -290,7 +318,7 @@ class Engine:
 
     def _poison(self, ids: Sequence[int]) -> None:
         for tensors in self.tensors:
-            for tensor in tensors.values():
+            for tensor in _each(tensors):
                 tensor[list(ids)] = POISON
 
     def _take_back(self, name: str, *, poison: bool = True) -> None:
@@ -311,13 +339,14 @@ class Engine:
         tables = self.tables.setdefault(name, tuple([] for _ in self.model.groups))
         skipped = self._skipped(computed)
         lacking = 0
-        for table, skip in zip(tables, skipped, strict=True):
-            lacking += max(0, -(-tokens // block) - max(len(table), skip))
+        counts = [1 if self._has_states(group) else -(-tokens // block) for group in range(len(tables))]
+        for table, skip, count in zip(tables, skipped, counts, strict=True):
+            lacking += max(0, count - max(len(table), skip))
         if lacking > len(self.free):
             return False
         self._free_skipped(name, computed, poison=False)
-        for table, skip in zip(tables, skipped, strict=True):
-            while len(table) < -(-tokens // block):
+        for table, skip, count in zip(tables, skipped, counts, strict=True):
+            while len(table) < count:
                 table.append(0 if len(table) < skip else self.free.pop())
         return True
 
@@ -537,8 +566,8 @@ class Engine:
         assert self.idle
         assert sorted(self.free) == list(range(1, self.facts.blocks))
         for tensors in self.tensors:
-            for name, tensor in tensors.items():
-                assert bool((tensor[1:] == POISON).all()), f"a free block of {name} was written"
+            for tensor in _each(tensors):
+                assert bool((tensor[1:] == POISON).all()), "a free block was written"
 
     def close(self) -> None:
         """End the endpoints."""
@@ -546,6 +575,11 @@ class Engine:
             sender.close()
         for receiver in self.receivers:
             receiver.close()
+
+
+def _each(tensors: Mapping[str, Any]) -> list[torch.Tensor]:
+    """All tensors of a rank."""
+    return [one for of in tensors.values() for one in (of if isinstance(of, list) else [of])]
 
 
 Pair = Callable[..., tuple[Engine, Engine]]

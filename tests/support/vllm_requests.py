@@ -26,7 +26,7 @@ class Request:
     """``Request``; ``cached`` tokens of the prompt are in the prefix cache when it is scheduled."""
 
     request_id: str
-    prompt_token_ids: Sequence[int] | None
+    prompt_token_ids: list[int] | None
     kv_transfer_params: dict[str, Any] | None = None
     cached: int = 0
     num_prompt_tokens: int = -1
@@ -47,6 +47,11 @@ class Request:
         """Of the prompt and the output."""
         assert self.prompt_token_ids is not None
         return [*self.prompt_token_ids, *([1] * self.outputs)]
+
+    @property
+    def _all_token_ids(self) -> list[int]:
+        """A list of its own, which a connector shortens as it shortens the prompt's."""
+        return self.tokens
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -45,6 +45,13 @@ Transport = Annotated[
 Turns = Annotated[
     int, typer.Option(min=1, help="Prompts per conversation; a later one adds 48 tokens to the conversation so far.")
 ]
+BothWays = Annotated[
+    bool, typer.Option(help="Before a later prompt, prefill takes from decode the rows that it lacks; needs --turns.")
+]
+PrefillInstances = Annotated[int, typer.Option(min=1, help="Prefill instances that take turns, with --both-ways.")]
+Evict = Annotated[
+    int | None, typer.Option(min=1, help="The turn before which decode evicts all pages, with --both-ways.")
+]
 InjectOption = Annotated[
     Inject | None,
     typer.Option(help="Introduce an error: exchange KV heads 0 and 1 in the gather, or change signs."),
@@ -70,6 +77,9 @@ def demo(
     decode_dtype: Annotated[str | None, typer.Option(help="Dtype of decode's cache: converted on the way.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of conversations.")] = 4,
     turns: Turns = 1,
+    both_ways: BothWays = False,
+    prefill_instances: PrefillInstances = 1,
+    evict: Evict = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the shortest prompt.")] = 384,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass of prefill.")] = 150,
@@ -106,6 +116,9 @@ def demo(
         decode_dtype=decode_dtype,
         requests=requests,
         turns=turns,
+        both_ways=both_ways,
+        prefill_instances=prefill_instances,
+        evict=evict,
         max_new_tokens=max_new_tokens,
         prompt_tokens=prompt_tokens,
         chunk_tokens=chunk_tokens,
@@ -135,7 +148,11 @@ def _run(config: DemoConfig) -> Report:
 
 def _show(config: DemoConfig, report: Report, *, as_json: bool) -> None:
     """Print the report; exit with 1 after a failure."""
-    tables = [moved(config, report), _ranks(report), *([_turns(report)] if config.turns > 1 else ())]
+    tables = [
+        moved(config, report),
+        _ranks(report),
+        *([_turns(report, back=config.both_ways)] if config.turns > 1 else ()),
+    ]
     emit(document(report), *tables, verdict(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -186,11 +203,13 @@ def _kv_bytes(report: Report) -> str:
     return f"{report.kv_bytes:,} of {report.decode_dtype} (of {report.dtype}: {report.kv_bytes_unconverted:,})"
 
 
-def _turns(report: Report) -> Table:
-    table = Table("turn", "prompt tokens", "held by decode", "KV bytes", "at best", title="Turns")
+def _turns(report: Report, *, back: bool) -> Table:
+    columns = ["turn", "prompt tokens", "held by decode", "KV bytes", "at best"]
+    table = Table(*columns, *(["sent back", "at best"] if back else []), title="Turns")
     for place, turn in enumerate(report.turns):
-        held = f"{turn.held_tokens:,}"
-        table.add_row(str(place), f"{turn.prompt_tokens:,}", held, f"{turn.kv_bytes:,}", f"{turn.kv_bytes_ideal:,}")
+        sizes = [turn.prompt_tokens, turn.held_tokens, turn.kv_bytes, turn.kv_bytes_ideal]
+        sizes += [turn.returned_bytes, turn.returned_bytes_ideal] if back else []
+        table.add_row(str(place), *(f"{size:,}" for size in sizes))
     return table
 
 

@@ -10,10 +10,12 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from importlib.metadata import packages_distributions, version
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from attrs import asdict, evolve, frozen
@@ -21,7 +23,15 @@ from rich.text import Text
 
 from ..engines.versions import ENGINES, Engine
 from ..errors import ConfigurationError, DisaggKVError
-from .output import Json, JsonFlag, emit
+from .output import Json, JsonFlag, emit, log, progress
+from .places import nics, place
+
+if TYPE_CHECKING:
+    from .lanes import Probe
+    from .probe import Lane
+
+T = TypeVar("T")
+Checks = Mapping[str, "Callable[[], Sequence[Finding]]"]
 
 EXPOSED = {
     "cuda_ipc": "a peer maps the whole allocation that holds a region: allocate nothing else beside the cache",
@@ -43,7 +53,6 @@ class Finding:
         detail: more about it; if it does not work, the reason.
         remedy: how to make it work.
         library: a transport's package, its version, and the module that is imported.
-        over: what a transport's writes of CPU memory go over within this host, if that can be found out.
     """
 
     name: str
@@ -51,48 +60,117 @@ class Finding:
     detail: str = ""
     remedy: str = ""
     library: str = ""
-    over: str = ""
 
     def __str__(self) -> str:
         word = "works" if self.works else "NO"
         parts = [self.detail, self.remedy and f"remedy: {self.remedy}", self.library]
-        parts.append(self.over and f"writes go over {self.over}")
         return f"{self.name:<15} {word:<6} {'; '.join(filter(None, parts))}".rstrip()
 
 
 def doctor(
     peers: Annotated[int, typer.Option(min=1, help="Peers that an endpoint shall have.")] = 256,
+    between: Annotated[
+        bool, typer.Option("--between", help="Measure each transport between two processes of this host.")
+    ] = False,
+    peer: Annotated[
+        str | None, typer.Option(help="Measure each transport to the process that --listens there.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="Be the other side of one --peer, at tcp://HOST:PORT or unix:///PATH.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Memory that is written from, or to: cpu, cuda, cuda:1 ...")] = "cpu",
+    secret: Annotated[
+        Path | None, typer.Option(help="Own .key_secret beside the allowed keys, for another host.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what works on this host, and for the rest the reason and the remedy."""
-    with _stdout_is_stderr():
-        found = {**examine(), "limits": limits(peers, *resource.getrlimit(resource.RLIMIT_NOFILE))}
-        troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
+    """Show what works on this host, and for the rest the reason and the remedy; or measure what carries bytes."""
+    if between + (peer is not None) + (listen is not None) > 1:
+        raise ConfigurationError("--between, --peer and --listen exclude each other")
+    if not between and peer is None and listen is None:
+        _examine(peers, as_json)
+        return
+    from ..channels import Keys
+    from . import lanes  # this imports torch, which costs seconds
+
+    pair = None if secret is None else Keys.load(secret, secret.parent)
+    if listen is not None:
+        _waited("what is written here", partial(lanes.listen, listen, device, pair, math.inf, log))
+        emit({"ok": True, "listened": listen}, Text("one probe is over"), as_json=as_json)
+    else:
+        _measure(lanes.between(device) if peer is None else lanes.to_peer(peer, device, pair), as_json)
+
+
+def _waited(what: str, act: Callable[[], T]) -> T:
+    """Do something that may take seconds, with a bar that says what it is."""
+    with progress() as bar, _stdout_is_stderr():
+        bar.add_task(f"checking {what}", total=None)
+        return act()
+
+
+def _measure(opening: AbstractContextManager[Probe], as_json: bool) -> None:
+    """Show a probe while it goes on; exit code 1 unless what ``auto`` takes is good."""
+    from .lanes import good, text
+
+    found: list[Lane] = []
+    with ExitStack() as stack:
+        probe = _waited("the other side", lambda: stack.enter_context(opening))
+        _show(probe.head(), as_json)
+        for name in probe.names():
+            if not found or name != found[0].transport:
+                found.append(_waited(f"transport {name}", partial(probe.measured, name)))
+                _show([text(found[-1])], as_json)
+    if as_json:
+        emit(probe.document(found), as_json=True)
+    if not good(found[0]):
+        raise typer.Exit(1)
+
+
+def _show(lines: Iterable[Text], as_json: bool) -> None:
+    """Print lines of a result as they are found; JSON comes in the end."""
+    if not as_json:
+        emit({}, *lines, as_json=False)
+
+
+def _examine(peers: int, as_json: bool) -> None:
+    found = dict[str, Sequence[Finding]]()
+    checks: Checks = {**CHECKS, "limits": lambda: limits(peers, *resource.getrlimit(resource.RLIMIT_NOFILE))}
+    for kind, check in checks.items():
+        found[kind] = _waited(kind, check)
+        _show((Text(f"{kind:<11} {finding}") for finding in found[kind]), as_json)
+    troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
     lacking = [kind for kind in NEEDED if not any(f.works for f in found[kind])]
-    lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
     host = {"python": platform.python_version(), "platform": platform.platform(), "disagg_kv": version("disagg_kv")}
     groups: dict[str, Json] = {kind: [asdict(f) for f in findings] for kind, findings in found.items()}
     verdict = f"None of these works: {', '.join(lacking)}." if lacking else "This host can run disagg_kv."
-    lines += [f"problem     {trouble}" for trouble in troubles]
     document: dict[str, Json] = {"ok": not lacking, "host": host, "problems": troubles, **groups}
-    emit(document, *map(Text, lines), verdict, as_json=as_json)
+    emit(document, *(Text(f"problem     {trouble}") for trouble in troubles), verdict, as_json=as_json)
     if lacking:
         raise typer.Exit(1)
 
 
-def examine() -> dict[str, Sequence[Finding]]:
-    """Try everything there is, kind by kind."""
-    from ..kernels import available as kernels  # these import torch, which costs seconds
-    from ..transports import available as transports
+def _transports() -> Sequence[Finding]:
+    from ..transports import available  # this imports torch, which costs seconds
 
-    return {
-        "transports": [*(_carrier(finding) for finding in _findings(transports())), *automatic()],
-        "kernels": [mover(finding) for finding in _findings(kernels())],
-        "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")}),
-        "libraries": system_libraries(),
-        "packages": [_torch()],
-        "engines": [engine(one) for one in ENGINES.values()],
-    }
+    return [*(_carrier(finding) for finding in _findings(available())), *automatic()]
+
+
+def _kernels() -> Sequence[Finding]:
+    from ..kernels import available
+
+    return [mover(finding) for finding in _findings(available())]
+
+
+def _channels() -> Sequence[Finding]:
+    return _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")})
+
+
+def _places() -> Sequence[Finding]:
+    """Network cards, and which of them is nearest to each GPU."""
+    import torch
+
+    cards = [Finding(card.name, True, str(card)) for card in nics()]
+    return [*cards, *(Finding(f"cuda:{n}", True, str(place(f"cuda:{n}"))) for n in range(torch.cuda.device_count()))]
 
 
 def _findings(reasons: Mapping[str, str | None]) -> Sequence[Finding]:
@@ -125,23 +203,16 @@ def mover(finding: Finding) -> Finding:
 
 
 def _carrier(finding: Finding) -> Finding:
-    """The same with the library behind the transport, and what its writes go over."""
+    """The same with the library behind the transport, or what a peer maps."""
     if not finding.works:
         return finding
     if finding.name in EXPOSED:
         return evolve(finding, detail=EXPOSED[finding.name])
     if finding.name == "nixl":
         from ..transports.nixl_library import load
-        from .ucx import ucx_transports
 
-        return evolve(finding, library=distribution(load().module.__name__), over=ucx_transports())
-    if finding.name == "mooncake":
-        return evolve(
-            finding,
-            library=distribution("mooncake"),
-            over="tcp (configured; the library does not report it)",
-        )
-    return finding
+        return evolve(finding, library=distribution(load().module.__name__))
+    return evolve(finding, library=distribution("mooncake")) if finding.name == "mooncake" else finding
 
 
 def distribution(module: str) -> str:
@@ -269,3 +340,15 @@ def engine(one: Engine) -> Finding:
         return Finding(one.name, False, f"not installed; only needed for its adapter; {one.tested}", one.remedy)
     problem, _, remedy = (one.untested(installed) or "").partition("; remedy: ")
     return Finding(one.name, not one.is_older(installed), problem or f"{installed}; {one.tested}", remedy)
+
+
+CHECKS: Checks = {
+    "transports": _transports,
+    "kernels": _kernels,
+    "channels": _channels,
+    "places": _places,
+    "libraries": system_libraries,
+    "packages": lambda: [_torch()],
+    "engines": lambda: [engine(one) for one in ENGINES.values()],
+}
+"""All there is, kind by kind, in this order."""

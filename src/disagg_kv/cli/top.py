@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -35,11 +37,12 @@ def top(
     place = default_folder() if where is None else where
     if once or as_json:
         found = look(place)
-        emit({"ok": True, "endpoints": found}, *shown(found, rooms), as_json=as_json)
+        emit({"ok": True, "endpoints": found}, *shown(found, rooms, Console().width), as_json=as_json)
         return
-    with Live(console=Console(), auto_refresh=False, screen=True) as live:
+    console = Console()
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
-            live.update(Group(*shown(look(place), rooms)), refresh=True)
+            live.update(Group(*shown(look(place), rooms, console.width)), refresh=True)
             time.sleep(every)
 
 
@@ -65,7 +68,7 @@ def look(place: Path) -> list[Status]:
     return found
 
 
-def shown(found: Sequence[Status], rooms: int) -> Sequence[RenderableType]:
+def shown(found: Sequence[Status], rooms: int, width: int) -> Sequence[RenderableType]:
     """Tables for a terminal. All text of other processes is shown as it is, without markup."""
     if not found:
         return [Text("no endpoint has a status socket here")]
@@ -75,7 +78,7 @@ def shown(found: Sequence[Status], rooms: int) -> Sequence[RenderableType]:
     for one in good:
         name = f"{one['side']} {one['instance']}/{one['rank']}"
         if one["peers"]:
-            parts.append(_peers(name, one["peers"]))
+            parts.append(_peers(name, one["peers"], width))
         if one["rooms"] and rooms:
             parts.append(_rooms(name, one["rooms"][:rooms]))
     return [*parts, *bad]
@@ -100,13 +103,22 @@ def _endpoints(found: Sequence[Status]) -> Table:
     return table
 
 
-def _peers(name: str, found: Sequence[Status]) -> Table:
-    table = _table(f"peers of {name}", ("peer", "state", "silent", "keeps", "address", "host", "pid", "epoch"))
+def _peers(name: str, found: Sequence[Status], width: int) -> Table:
+    """A line for each peer: the last columns are left out where they do not fit."""
+    names = ("peer", "state", "silent", "keeps", "over", "address", "pid", "epoch", "host")
+    rows = []
     for one in found:
         silent = "-" if one["silent_s"] is None else f"{one['silent_s']:.1f} s"
-        keeps = one["ring_bytes"] + one["page_bytes"] + one["slot_bytes"]
-        place = (Text(str(one[part])) for part in ("address", "host", "pid", "epoch"))
-        table.add_row(Text(f"{one['instance']}/{one['rank']}"), one["state"], silent, size(keeps), *place)
+        keeps = size(one["ring_bytes"] + one["page_bytes"] + one["slot_bytes"])
+        last = (str(one[part]) for part in ("address", "pid", "epoch", "host"))
+        rows.append((f"{one['instance']}/{one['rank']}", one["state"], silent, keeps, one["transport"] or "-", *last))
+    widths = [max(map(cell_len, column)) + 1 for column in zip(names, *rows, strict=True)]
+    shown = max(3, sum(1 for total in accumulate(widths) if total <= width + 1))
+    table = _table(f"peers of {name}", ())
+    for at, column in enumerate(names[:shown]):
+        table.add_column(column, no_wrap=True, min_width=widths[at] - 1 if at else None)
+    for row in rows:
+        table.add_row(*map(Text, row[:shown]))
     return table
 
 

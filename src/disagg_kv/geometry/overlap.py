@@ -6,8 +6,8 @@ meet has a distance, and equal distances have equal answers. In a fused layout t
 few distances, whatever its number of pages.
 
 Groups may be overlaid: they share one space of page ids, and a page belongs to one of them at a time. Then planes of
-two groups may share bytes, but only page ``p`` of the one with page ``p`` of the other. vLLM's hybrid cache manager
-allocates groups like this (``get_kv_cache_config_from_groups`` in vLLM 0.32).
+two groups may share bytes, but only page ``p`` of the one with page ``p`` of the other. A slot of states is such a
+page, too. vLLM's hybrid cache manager allocates groups like this (``get_kv_cache_config_from_groups`` in vLLM 0.32).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
-from ..errors import GeometryError, UnsupportedError
+from ..errors import GeometryError
 from .layout import Plane, Site
 
 
@@ -94,12 +94,7 @@ def check_planes(site: Site) -> None:
 
     Args:
         site: a site that ``Site.check`` has accepted: no plane overlaps itself.
-
-    Raises:
-        UnsupportedError: a group of states is overlaid.
     """
-    if site.overlaid and site.state_groups:
-        raise UnsupportedError(f"groups {sorted(site.state_groups)} of states cannot be overlaid with others yet")
     lattices = [_lattice(site, plane) for plane in site.planes]
     order = sorted(range(len(lattices)), key=lambda i: (site.planes[i].buffer, site.planes[i].offset))
     open_: list[int] = []

@@ -76,6 +76,7 @@ class PagedPool:
         aux_bytes: int = 0,
         allocator: Callable[[int], Buffer] | None = None,
         device: str = "cpu",
+        pinned: bool = False,
     ) -> PagedPool:
         """A pool in memory that it allocates: one buffer, layer after layer.
 
@@ -95,10 +96,12 @@ class PagedPool:
             allocator: returns a buffer of at least the given number of bytes, for example a transport's ``allocate``;
                 None: zeroed memory on ``device``.
             device: the device, if there is no ``allocator``.
+            pinned: of memory on ``"cpu"``: pages that never move, which a GPU reads and writes without a copy between.
 
         Raises:
             CapacityError: too little memory.
-            ConfigurationError: no such device.
+            ConfigurationError: no such device; or memory that cannot be pinned: that of an allocator, of a GPU, or of a
+                host without one.
             GeometryError: no pages or rows, an unknown layout, or a buffer from the allocator that is too small.
         """
         _check_whole(spec, shard, layout)
@@ -107,6 +110,8 @@ class PagedPool:
         pages = arguments.count(pages, "pages", least=1, error=GeometryError)
         state_slots = arguments.count(state_slots, "state_slots", error=GeometryError)
         arguments.flag(fused, "fused")
+        if arguments.flag(pinned, "pinned") and (allocator is not None or device != "cpu"):
+            raise ConfigurationError("pinned is for memory on 'cpu' that the pool allocates")
         if allocator is not None:
             arguments.function(allocator, "allocator")
         arguments.text(device, "device", least=1, most=256)
@@ -121,7 +126,7 @@ class PagedPool:
             placed, end = (_fused if fused else _separate)(layer, held, space, layout, start)
             planes += placed
         used = {plane.group for plane in planes}
-        buffer = new_buffer(end, device) if allocator is None else _allocated(allocator, end)
+        buffer = new_buffer(end, device, pinned=pinned) if allocator is None else _allocated(allocator, end)
         if buffer.nbytes < end:
             raise GeometryError(f"the allocator gave {buffer.nbytes} bytes of {end}")
         site = Site(spec, shard, [space for space in spaces if space.id in used], planes, (buffer.nbytes,))
@@ -137,6 +142,7 @@ class PagedPool:
         layout: Layout = "NHD",
         group: str | Mapping[LayerId, str] | Mapping[int, str] = KV,
         null_page: int | None = None,
+        state_group: str | Mapping[LayerId, str] | Mapping[int, str] = STATE,
         overlaid: bool = False,
         aux_slots: int = 0,
         aux_bytes: int = 0,
@@ -147,11 +153,12 @@ class PagedPool:
             spec: the whole cache.
             shard: the part that this rank holds.
             tensors: per layer and component a tensor ``[pages, page_size, units, dim]`` (NHD) or ``[pages, units,
-                page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots of the group
-                ``"state"`` replace pages and its rows replace ``page_size``.
+                page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots replace pages and its
+                rows replace ``page_size``.
             layout: the order of the axes, NHD or HND.
             group: the name of the page-id space. A cache with several spaces has the name for each layer.
             null_page: a page of every space that has no data; see :class:`~disagg_kv.geometry.Group`.
+            state_group: the same as ``group``, of states.
             overlaid: True: the groups share one space of page ids. The engine gives a page to one group at a time, so
                 tensors of different groups may share the bytes of a page, and a room names it in one group only.
             aux_slots: number of aux rows.
@@ -161,10 +168,9 @@ class PagedPool:
             GeometryError: a tensor with a shape, element type or strides that do not match the shard; tensors of one
                 group with different page sizes; a layer without a group; tensors that share bytes, of one group or of
                 pages with different ids.
-            UnsupportedError: states in groups that are overlaid.
         """
         _check_whole(spec, shard, layout)
-        named = _named_by_layer(group)
+        named, named_states = _named_by_layer(group), _named_by_layer(state_group)
         buffers: list[Buffer] = []
         numbers: dict[int, int] = {}
         planes: list[Plane] = []
@@ -181,7 +187,7 @@ class PagedPool:
             offset = tensor.data_ptr() - storage.data_ptr()
             strides = (step[0] * size, step[rows] * size, step[units] * size)
             states = spec.component(layer, name).rows
-            space = STATE if states else named(layer)
+            space = named_states(layer) if states else named(layer)
             planes.append(Plane(layer, name, space, numbers[storage.data_ptr()], offset, *strides))
             sizes.setdefault(space, set()).add((tensor.shape[0], spec.state_rows() if states else tensor.shape[rows]))
         if not sizes:
@@ -338,25 +344,26 @@ def _fused(
     return planes, start + space.pages * page
 
 
-def new_buffer(nbytes: int, device: str) -> Buffer:
+def new_buffer(nbytes: int, device: str, *, pinned: bool = False) -> Buffer:
     """Zeroed memory that the buffer owns, aligned for vector loads.
 
     Raises:
         CapacityError: too little memory.
-        ConfigurationError: no such device.
+        ConfigurationError: no such device, or no GPU for which memory could be pinned.
     """
     try:
-        if device == "cpu":
+        if device == "cpu" and not pinned:
             memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
             return Buffer(_aligned(memory.ctypes.data, ALIGNMENT), nbytes, device, memory)
         import torch
 
-        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         return Buffer(tensor.data_ptr(), nbytes, str(tensor.device), tensor)
     except (MemoryError, ValueError) as exc:
         raise CapacityError(f"no {nbytes} bytes of memory for a pool") from exc
     except (RuntimeError, AssertionError, TypeError, OverflowError) as exc:
-        raise ConfigurationError(f"no pool of {nbytes} bytes on device {device!r}: {exc}") from exc
+        kind = " (pinned)" if pinned else ""
+        raise ConfigurationError(f"no pool of {nbytes} bytes on device {device!r}{kind}: {exc}") from exc
 
 
 def _check_tensor(spec: CacheSpec, shard: Shard, layer: LayerId, name: str, tensor: torch.Tensor, axis: int) -> None:

@@ -247,6 +247,7 @@ def _peer(peer: PeerInfo) -> dict[str, object]:
         "page_bytes": peer.page_bytes,
         "slot_bytes": peer.slot_bytes,
         "rooms": [room_text(room) for room in peer.rooms],
+        "transport": peer.transport,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def slice_writes(pair: PairPlan, segment: Segment, source_tables: Tables, target
     """
     given = list(pair.runs(segment))
     _check_tables(pair, segment, source_tables, target_tables)
-    batch = _Batch(sum(map(_slices, given)))
+    batch = _Batch(sum(_slices(run, run.start, run.stop) for run in given))
     cells: dict[tuple[Group, int, int, bool], tuple[I64, I64]] = {}
     for run in given:
         sides: list[I64] = []
@@ -54,14 +54,23 @@ def slice_writes(pair: PairPlan, segment: Segment, source_tables: Tables, target
     return batch.writes
 
 
-def _slices(run: Run) -> int:
-    """How many writes :func:`slice_writes` makes of a run."""
-    return (run.stop - run.start) * (1 if run.dense() else run.units)
+def _slices(run: Run, start: int, stop: int) -> int:
+    """How many writes :func:`slice_writes` makes of these rows of a run."""
+    return (stop - start) * (1 if run.dense() else run.units)
+
+
+def _total(count: Callable[[Run, int, int], int], pair: PairPlan, segment: Segment) -> int:
+    total = 0
+    for kind in pair.kinds(segment):
+        start, stop = kind.rows(segment)
+        if start < stop:
+            total += kind.planes * count(kind.run, start, stop)
+    return total
 
 
 def slice_total(pair: PairPlan, segment: Segment) -> int:
     """How many writes :func:`slice_writes` makes of a segment."""
-    return sum(map(_slices, pair.runs(segment)))
+    return _total(_slices, pair, segment)
 
 
 def direct_writes(pair: PairPlan, segment: Segment, source_tables: Tables, target_tables: Tables) -> Writes:
@@ -73,7 +82,7 @@ def direct_writes(pair: PairPlan, segment: Segment, source_tables: Tables, targe
         raise GeometryError(f"direct: {pair.direct_refusal}")
     given = list(pair.runs(segment))
     _check_tables(pair, segment, source_tables, target_tables)
-    batch = _Batch(sum(map(_pages, given)))
+    batch = _Batch(sum(_pages(run, run.start, run.stop) for run in given))
     for run in given:
         size = run.source_group.rows_per_page
         ours, theirs = source_tables[run.source_group.id], target_tables[run.target_group.id]
@@ -94,13 +103,13 @@ def direct_writes(pair: PairPlan, segment: Segment, source_tables: Tables, targe
 
 def direct_total(pair: PairPlan, segment: Segment) -> int:
     """At most how many writes :func:`direct_writes` makes of a segment."""
-    return sum(map(_pages, pair.runs(segment)))
+    return _total(_pages, pair, segment)
 
 
-def _pages(run: Run) -> int:
-    """How many writes :func:`direct_writes` makes of a run if no two pages follow one another in memory."""
+def _pages(run: Run, start: int, stop: int) -> int:
+    """How many writes :func:`direct_writes` makes of these rows if no two pages follow one another in memory."""
     plane, total = run.source, 0
-    for low, high, first, last in _pieces(run.start, run.stop, run.source_group.rows_per_page):
+    for low, high, first, last in _pieces(start, stop, run.source_group.rows_per_page):
         runs_of_one, _ = _byte_runs(high - low, plane.row_stride, run.units, plane.unit_stride, run.unit_bytes)
         total += (last - first) * len(runs_of_one)
     return total

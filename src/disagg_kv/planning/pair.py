@@ -9,6 +9,7 @@ from attrs import field, frozen
 
 from ..geometry import Group, Plane, Share, Site
 from .base import EVERY, PageCopy, RowRange, Segment
+from .cache import PlanCache
 from .staged import PartView, part_view
 
 
@@ -39,6 +40,31 @@ class Run:
         return self.units == 1 or self.source.unit_stride == self.target.unit_stride == self.unit_bytes
 
 
+@frozen
+class RunKind:
+    """Planes of some layers that take equal numbers of writes of any segment: most layers do.
+
+    Args:
+        run: one of them; its rows mean nothing.
+        index, ways: which of how many near-equal pieces of a run of rows they have.
+        low, high: the rows that are needed of them.
+        planes: how many they are.
+    """
+
+    run: Run
+    index: int
+    ways: int
+    low: int
+    high: int
+    planes: int
+
+    def rows(self, segment: Segment) -> tuple[int, int]:
+        """Which rows of a segment they have; none where the second is not above the first."""
+        low = max(self.low, segment.start)
+        needed = max(min(self.high, segment.stop) - low, 0)
+        return low + needed * self.index // self.ways, low + needed * (self.index + 1) // self.ways
+
+
 def _shares(parts: Iterable[Share]) -> tuple[Share, ...]:
     return tuple(parts)
 
@@ -58,6 +84,7 @@ class PairPlan:
     target: Site
     parts: tuple[Share, ...] = field(converter=_shares)
     rows: RowRange = EVERY
+    _kinds: PlanCache[tuple[int, int, bool], tuple[RunKind, ...]] = field(init=False, factory=PlanCache, repr=False)
 
     @cached_property
     def source_view(self) -> PartView:
@@ -115,6 +142,27 @@ class PairPlan:
                 start,
                 stop,
             )
+
+    def kinds(self, segment: Segment) -> tuple[RunKind, ...]:
+        """The planes of a segment's layers, by kind: a room is cut into many segments of the same layers."""
+        key = segment.first, segment.last, segment.state
+        found = self._kinds.get(key)
+        return self._kinds.keep(key, self._kinds_of(segment)) if found is None else found
+
+    def _kinds_of(self, segment: Segment) -> tuple[RunKind, ...]:
+        source, target = self.source, self.target
+        ours, theirs = self.source_view.planes(segment), self.target_view.planes(segment)
+        columns = (ours.plane, theirs.plane, ours.units, ours.index, ours.ways, ours.lows, ours.highs)
+        found: dict[tuple[int, ...], tuple[Run, int]] = {}
+        for a, b, units, *bounds in zip(*(c.tolist() for c in columns), strict=True):
+            one, other = source.planes[a], target.planes[b]
+            group, unit_bytes = source.group(one.group), source.spec.component(one.layer, one.component).unit_bytes
+            kind = (*bounds, units, unit_bytes, group.rows_per_page, one.row_stride, one.unit_stride, other.unit_stride)
+            run, planes = found.get(kind, (None, 0))
+            if run is None:
+                run = Run(one, other, group, target.group(other.group), 0, 0, units, unit_bytes, 0, 1)
+            found[kind] = run, planes + 1
+        return tuple(RunKind(run, kind[0], kind[1], kind[2], kind[3], n) for kind, (run, n) in found.items())
 
     @cached_property
     def direct_refusal(self) -> str | None:

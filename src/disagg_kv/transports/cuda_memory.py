@@ -67,8 +67,8 @@ def exported(cuda: Driver, buffer: Buffer) -> Place:
     if shareable:
         raise RegistrationError(f"{said(buffer)}: goes beyond its allocation of {nbytes} bytes at {base:#x}")
     raise RegistrationError(
-        f"{said(buffer)}: mapped piecewise or pooled, which CUDA IPC cannot share; allocate without "
-        "'expandable_segments:True' and 'backend:cudaMallocAsync' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
+        f"{said(buffer)}: of cuMemCreate (fabric handles too) or pooled, not for CUDA IPC; use cudaMalloc, no "
+        "'expandable_segments:True', no 'backend:cudaMallocAsync' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
     )
 
 

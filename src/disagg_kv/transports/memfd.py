@@ -23,7 +23,7 @@ from ..ids import Peer
 from ..memory import Buffer
 from .descriptor import pack, unpack
 from .flags import WORD
-from .process import Process
+from .process import Process, keep_in_children
 
 
 @frozen
@@ -117,6 +117,8 @@ class PeerMemory:
             raise TransportError(f"shared memory: {nbytes} bytes of a peer cannot be mapped: {error}") from error
         # A child forked by this process must not be able to write after this process has ended.
         self._mapping.madvise(mmap.MADV_DONTFORK)
+        # A child has a hole there, and may have filled it with memory of its own.
+        keep_in_children(self)
         self.addr = _address(self._mapping) + into
 
 
@@ -142,6 +144,8 @@ def open_memory(process: Process, peer: Peer, place: Place, nbytes: int) -> Buff
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise TransportError(f"shared memory: {path} is not sealed: its owner could make it shorter")
         far = PeerMemory(fd, place.offset, nbytes)
+    except OSError as error:
+        raise TransportError(f"shared memory: {path} is no memory that can be shared: {error}") from error
     finally:
         os.close(fd)
     return Buffer(far.addr, nbytes, "cpu", far)

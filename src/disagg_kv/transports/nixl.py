@@ -12,7 +12,6 @@ from functools import partial
 import attrs
 import msgspec
 import numpy as np
-import torch
 from attrs import define, frozen
 
 from ..errors import ConfigurationError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
@@ -266,6 +265,8 @@ class NixlTransport(NearSide):
 
 def _device(cuda_device: int | None) -> str:
     """The device whose context the library finds; a process that does not use CUDA is not made to."""
+    import torch  # `plan` reads what this class promises where torch cannot be imported
+
     initialized: Callable[[], bool] = torch.cuda.is_initialized
     if cuda_device is None and initialized():
         cuda_device = torch.cuda.current_device()

@@ -16,7 +16,6 @@ from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from attrs import field, frozen
 
 from ..errors import (
@@ -281,6 +280,8 @@ def _is_done(status: str) -> bool:
 def _use(device: Place) -> None:
     """Make a CUDA device current in the calling thread: threads begin with device 0. Nothing for CPU memory."""
     if device[0] == "cuda":
+        import torch
+
         torch.cuda.set_device(device[1])
 
 
@@ -302,7 +303,7 @@ def check_shareable(buffer: Buffer) -> None:
     if not capable:
         raise RegistrationError(
             f"nixl: {buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r} cannot be shared between processes; "
-            f"allocate them without 'expandable_segments:True' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
+            "use cudaMalloc, not cuMemCreate (fabric handles too): no 'expandable_segments:True' (PYTORCH_ALLOC_CONF)"
         )
 
 

@@ -21,7 +21,7 @@ FIELDS = {
     "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",
     "descriptors", "descriptors_slice", "strategy", "paths", "transports", "transport", "prefill_tp", "decode_tp",
     "inject", "model", "prefill_pp", "decode_pp", "phases", "gb_per_s", "ranks", "turns", "device",
-    "dtype", "decode_dtype", "kv_bytes_unconverted",
+    "dtype", "decode_dtype", "kv_bytes_unconverted", "returned_bytes", "evicted",
 }  # fmt: skip
 
 
@@ -158,6 +158,14 @@ def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.Capture
     assert "held by decode" in text
 
 
+def test_what_went_back_is_shown_for_each_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside what is best; tokens are those of one process."""
+    assert run(["demo", *SMALL, "--turns", "2", "--both-ways"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "sent back" in text
+    assert "OK: the tokens are those of one process" in text
+
+
 def test_what_gather_swaps_is_noticed_by_checksums_before_a_token_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     """Between TP 2 and TP 1, whose parts no plain comparison of buffers could hold against each other."""
     sizes = ["--prefill-tp", "2", "--verify", "full"]
@@ -194,7 +202,7 @@ def made(**changes: Any) -> Report:
         "transports": ("shm",), "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {},
         "gb_per_s": 0.0, "ranks": (), "dtype": "float32", "decode_dtype": "float32", "kv_bytes_unconverted": 9,
         "model": "llama", "device": "cpu", "prefill_pp": 1, "decode_pp": 1,
-        "turns": (),
+        "turns": (), "returned_bytes": 0, "evicted": 0,
     }  # fmt: skip
     return Report(**{**values, **changes})
 

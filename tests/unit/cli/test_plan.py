@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,8 +58,12 @@ def test_a_path_that_cannot_says_why_and_auto_names_its_choice(cli: Cli) -> None
     assert isinstance(auto, dict)
     assert "2 units" in paths["direct"]["refused"]
     assert (paths["direct"]["descriptors"], paths["direct"]["bytes"]) == (None, None)
-    assert auto["path"] == "staged"
-    assert "slice would take" in auto["reason"]
+    assert auto["path"] == "mapped"
+    assert "staged would take" in auto["reason"]
+    far = cli.plan(f"{BIG} --prefill-tp 4 --decode-tp 1 --decode-hosts b")["auto"]
+    assert isinstance(far, dict)
+    assert far["path"] == "staged"
+    assert "mapped cannot: prefill rank 0: transport 'nixl' does not map" in far["reason"]
 
 
 def test_equal_layouts_may_go_direct(cli: Cli) -> None:
@@ -99,6 +105,8 @@ def test_slots_bound_the_segments(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("line", "code", "error", "words"),
     [
+        ("--tokens 8", 2, "ConfigurationError", "--layers is needed, or --config"),
+        ("--config none.json --layers 2 --tokens 8", 2, "ConfigurationError", "--config replaces --layers"),
         ("--layers 2 --tokens 8", 2, "ConfigurationError", "--kv-heads"),
         ("--layers 2 --tokens 8 --mla-latent 64 --kv-heads 2", 2, "ConfigurationError", "--mla-latent"),
         ("--layers 2 --tokens 8 --kv-heads 7 --head-dim 8 --prefill-tp 3", 2, "GeometryError", "7 units"),
@@ -122,8 +130,8 @@ def test_what_cannot_be_planned_is_an_error_that_says_why(
 def test_people_get_tables_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *BIG.split(), "--prefill-tp", "8", "--decode-tp", "4"]) == 0
     out = capsys.readouterr().out
-    assert "Rank by rank" in out
-    assert "auto: staged takes" in out
+    assert "What each pair of ranks takes" in out
+    assert "mapped takes" in out
 
 
 def test_many_pairs_are_cut_short_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +141,7 @@ def test_many_pairs_are_cut_short_for_people(capsys: pytest.CaptureFixture[str])
 
 
 def test_layer_groups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the schedule would do with the request; with a compute time by its cost model."""
+    """What the schedule would do with the request; with times of the user, by its cost model."""
     model = ["plan", "--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--tokens", "8192", "--json"]
 
     def planned(*more: str) -> dict[str, object]:
@@ -142,7 +150,7 @@ def test_layer_groups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
         return found
 
     assert planned()["reason"] == "the adaptive formula gives 5.0 groups for 8192 tokens per room"
-    measured = planned("--layer-us", "8000")
+    measured = planned("--layer-us", "8000", "--wire-gb-s", "4", "--group-us", "100")
     assert "256.00 ms of computing and 268.44 ms of wire take" in str(measured["reason"])
     assert planned("--layer-group", "8", "--prefill-pp", "2") == {
         "groups": 2,
@@ -151,6 +159,101 @@ def test_layer_groups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert run(model[:-1]) == 0
     assert "layer_pipelined: 6 groups of 6 layers" in " ".join(capsys.readouterr().out.split())
+
+
+TIME = re.compile(r"\d\s?(?:[mun]?s|seconds)\b")
+
+
+def test_no_time_is_shown_that_nobody_measured_or_stated(
+    cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Those of the wire and of copies are of the rank that moves most, here decode's."""
+    line = f"{BIG} --prefill-tp 4 --decode-tp 1"
+    assert run(["plan", *line.split()]) == 0
+    assert TIME.search(capsys.readouterr().out) is None
+    assert cli.plan(line)["times"] is None
+    assert cli.plan(f"{line} --wire-gb-s 50 --copy-gb-s 400")["times"] == {
+        "busiest_rank_bytes": BIG_BYTES,
+        "wire_s": pytest.approx(BIG_BYTES / 50e9),
+        "staged_copies_s": pytest.approx(2 * BIG_BYTES / 400e9),
+        "wire_gb_s": 50.0,
+        "copy_gb_s": 400.0,
+        "source": "stated",
+    }
+    assert run(["plan", *line.split(), "--wire-gb-s", "50"]) == 0
+    said = capsys.readouterr().out
+    assert "times (stated): the busiest rank's 2,147,483,648 bytes take 42.9 ms on the wire at 50 GB/s" in said
+    assert "copies" not in said
+    assert run(["plan", *line.split(), "--copy-gb-s", "400"]) == 0
+    assert "take 10.7 ms of copies if staged at 400 GB/s" in capsys.readouterr().out
+    for given in ("--layer-us 8000 --group-us 100", "--layer-us 8000 --wire-gb-s 4"):
+        assert "--layer-us needs --group-us, and --wire-gb-s or --probe" in str(cli.plan(f"{line} {given}", 2))
+
+
+def test_rates_come_from_a_probe_of_the_transport_that_all_pairs_take(cli: Cli, tmp_path: Path) -> None:
+    probe = tmp_path / "probe.json"
+    lanes = [
+        {"transport": "cuda_ipc", "gb_s": 380.0},
+        {"transport": "nixl", "gb_s": 40.0},
+        {"transport": "mooncake", "gb_s": None},
+    ]
+    probe.write_text(json.dumps({"transports": lanes, "copy_gb_s": 2000}))
+    line = f"{BIG} --prefill-tp 2 --decode-tp 2 --probe {probe}"
+    for hosts, name, rate in (("a", "cuda_ipc", 380.0), ("b", "nixl", 40.0)):
+        times = cli.plan(f"{line} --decode-hosts {hosts}")["times"]
+        assert isinstance(times, dict)
+        assert (times["wire_gb_s"], times["copy_gb_s"], times["source"]) == (rate, 2000.0, f"measured, {name}")
+    assert "measured cuda_ipc, nixl; the pairs of ranks take cuda_ipc, nixl" in str(
+        cli.plan(f"{line} --decode-hosts a,b", 2)
+    )
+    assert "the pairs of ranks take mooncake" in str(cli.plan(f"{line} --transport mooncake", 2))
+    assert "--probe replaces" in str(cli.plan(f"{line} --wire-gb-s 4", 2))
+    for text in ("[]", "{", '{"transports": [], "copy_gb_s": "fast"}'):
+        probe.write_text(text)
+        assert "not what 'disagg-kv doctor --between --json' prints" in str(cli.plan(line, 2))
+
+
+def test_a_models_config_takes_the_place_of_its_options(cli: Cli, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({
+            "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192,
+            "torch_dtype": "bfloat16",
+        })
+    )  # fmt: skip
+    same = "--page-size 64 --tokens 8192 --prefill-tp 4"
+    assert cli.plan(f"--config {config} {same}") == cli.plan(f"{BIG} {same}")
+
+
+def test_the_sizes_of_staging_memory_are_those_of_the_device(cli: Cli) -> None:
+    """16 MiB slots on CPUs, 128 on GPUs."""
+    line = f"{BIG} --prefill-tp 4"
+    on_gpu, on_cpu = (numbers(cli.plan(f"{line} {more}"), "staged") for more in ("", "--device cpu"))
+    assert on_gpu == numbers(cli.plan(f"{line} --slot-mib 128 --ring-mib 1024"), "staged")
+    assert on_cpu == numbers(cli.plan(f"{line} --slot-mib 16 --ring-mib 256"), "staged")
+    assert on_cpu[0] > on_gpu[0]
+    assert numbers(cli.plan(f"{line} --transport shm"), "staged") == on_cpu
+
+
+@pytest.mark.parametrize("more", ["", "--decode-hosts b", "--device cpu"])
+def test_numbers_are_whole_at_80_columns(more: str, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a large model and a long request."""
+    line = "--layers 128 --kv-heads 128 --head-dim 256 --tokens 1000000 --page-size 16 --prefill-tp 8 --decode-tp 4"
+    found = cli.plan(f"{line} {more}")
+    assert run(["plan", *line.split(), *more.split()]) == 0
+    shown = capsys.readouterr().out
+    counted = found["pairs"]
+    assert isinstance(counted, list)
+    assert len(counted) == 8
+    for pair, one in zip(counted, pairs(found), strict=True):
+        row = f"{pair['bytes']:,} {pair['segments']} {pair['descriptors'][one['path']]:,} {one['path']}".split()
+        (line,) = (
+            line
+            for line in shown.splitlines()
+            if line.split()[:2] == [str(n) for n in (one["prefill_rank"], one["decode_rank"])]
+        )
+        assert line.split()[2:6] == row
+        assert len(line) <= 80
 
 
 def test_a_conversion_is_shown_halves_the_bytes_and_needs_a_kernel(cli: Cli) -> None:
@@ -179,14 +282,8 @@ def test_a_conversion_that_there_is_not_is_an_error_that_says_why(cli: Cli, more
     assert words in str(cli.plan(f"{BIG} {more}", 2))
 
 
-def auto(found: dict[str, Any]) -> tuple[str, str]:
-    """The path that ``auto`` takes, and why."""
-    return found["auto"]["path"], found["auto"]["reason"]
-
-
 def pairs(found: dict[str, object]) -> list[dict[str, Any]]:
     """What each pair of ranks takes."""
-    assert found["auto"] is None
     chosen = found["transports"]
     assert isinstance(chosen, list)
     return chosen
@@ -233,7 +330,6 @@ def test_a_pair_that_no_transport_reaches_says_why(cli: Cli) -> None:
     ("line", "why"),
     [
         ("--transport pigeon", "unknown transport 'pigeon'"),
-        ("--transport auto", "name them in its order, cuda_ipc+nixl for GPUs or shm+nixl for CPUs"),
         ("--transport shm --prefill-hosts a,b", "--prefill-hosts 'a,b': one host, or one for each of the 4 ranks"),
         ("--transport shm --decode-hosts a,", "--decode-hosts 'a,'"),
         ("--transport made", "known only once it is started"),
@@ -253,4 +349,28 @@ def test_people_see_each_pair_with_its_reasons(capsys: pytest.CaptureFixture[str
     text = " ".join(capsys.readouterr().out.split())
     assert "What each pair of ranks takes" in text
     assert "and 16 more pairs: --json" in text
-    assert "auto:" not in text
+    assert "auto" in text
+
+
+def test_a_decode_rank_takes_one_path_for_all_that_send_to_it(cli: Cli) -> None:
+    """As endpoints do: where one prefill rank cannot map its pool, no rank does."""
+    two = cli.plan(f"{BIG} --prefill-tp 2 --decode-tp 1 --prefill-hosts a,b")
+    assert [(one["transport"], one["path"]) for one in pairs(two)] == [("cuda_ipc", "staged"), ("nixl", "staged")]
+    assert all("mapped cannot: prefill rank 1: transport 'nixl'" in one["path_reason"] for one in pairs(two))
+    assert isinstance(two["auto"], dict)
+    mixed = cli.plan(f"{BIG} --decode-tp 2 --decode-hosts a,b")
+    assert mixed["auto"] is None
+    assert [one["path"] for one in pairs(mixed)] == ["mapped", "staged"]
+    lost = cli.plan(f"{BIG} --prefill-tp 2 --decode-tp 1 --prefill-hosts a,b --transport cuda_ipc")
+    assert [one["path"] for one in pairs(lost)] == [None, None]
+    assert {one["path_reason"] for one in pairs(lost)} == {"no transport reaches it from prefill rank 1"}
+
+
+def test_auto_is_the_transport_of_the_device_and_a_network(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the same table as for endpoints; both of plan's tables name the same path."""
+    for device, near in (("cpu", "shm"), ("cuda", "cuda_ipc")):
+        found = cli.plan(f"{BIG} --decode-tp 2 --decode-hosts a,b --device {device} --transport auto")
+        assert [one["transport"] for one in pairs(found)] == [near, "nixl"]
+    assert run(["plan", *BIG.split(), "--decode-tp", "2", "--decode-hosts", "a,b"]) == 0
+    marked = [line for line in capsys.readouterr().out.splitlines() if "auto, for some" in line]
+    assert [line.split()[0] for line in marked] == ["staged", "mapped"]

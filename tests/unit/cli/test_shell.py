@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Annotated, get_args, get_origin, get_type_hints
@@ -14,6 +16,7 @@ import typer
 from rich.text import Text
 
 from bench import __main__ as bench
+from disagg_kv.cli import output
 from disagg_kv.cli.main import COMMANDS, build, main, run
 from disagg_kv.cli.output import JsonFlag, emit, progress
 from disagg_kv.errors import ConfigurationError, DisaggKVError, PeerLostError
@@ -188,10 +191,37 @@ def test_json_has_no_numbers_that_json_does_not_know() -> None:
         emit({"speed": float("nan")}, as_json=True)
 
 
-def test_progress_keeps_silent_where_stderr_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_silent_about_what_is_quick_and_a_line_now_and_then_about_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where stderr is no terminal: the first line after 5 s, the next ones every 10 s."""
+    assert (output.FIRST_S, output.EVERY_S) == (5.0, 10.0)
     with progress() as bar:
         bar.advance(bar.add_task("work", total=1))
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(output, "FIRST_S", 0.02)
+    monkeypatch.setattr(output, "EVERY_S", 0.02)
+    said, until = "", time.monotonic() + 60.0
+    with progress() as bar:
+        bar.advance(bar.add_task("requests", total=4))
+        bar.add_task("checking", total=None)
+        while said.count("requests: 1 of 4, ") < 2 or said.count("checking, ") < 2:
+            assert time.monotonic() < until, said
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert re.fullmatch(r"(?:(?:requests: 1 of 4|requests: 0 of 4|checking), \d+ s\n)+", said)
+
+
+def test_progress_is_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(output, "FIRST_S", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress() as bar:
+        bar.advance(bar.add_task("work", total=2))
+    said = capsys.readouterr().err
+    assert "work" in said
+    assert "1/2" in said
+    assert "1 of 2" not in said
 
 
 def test_the_console_script_exits_with_the_code(monkeypatch: pytest.MonkeyPatch) -> None:

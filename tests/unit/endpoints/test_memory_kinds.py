@@ -118,6 +118,27 @@ class DeviceRig(Rig):
         return super()._member(endpoint, host_view(pool), transport, channel, observer)
 
 
+class MixedRig(DeviceRig):
+    """Pools of the ranks whose transport gives device memory lie on the device, those of the others on the host."""
+
+    def _pool(self, spec: CacheSpec, held: Shard, of: Memory, transports: Transports) -> PagedPool:
+        if of.transport is OwnMemoryTransport:
+            return super()._pool(spec, held, of, transports)
+        return self._poisoned(self._paged(spec, held, of, transports))
+
+    def _member(
+        self, endpoint: E, pool: PagedPool, transport: Transport, channel: Channel, observer: Recorder
+    ) -> Member[E]:
+        if pool.buffers[0].device == DEVICE:
+            return super()._member(endpoint, pool, transport, channel, observer)
+        return Rig._member(self, endpoint, pool, transport, channel, observer)
+
+    def _poisoned(self, pool: PagedPool) -> PagedPool:
+        for buffer in pool.buffers:
+            bytes_of(buffer)[:] = POISON
+        return pool
+
+
 class HostRig(Rig):
     """Pools lie in plain memory, whatever the transport would give."""
 
@@ -140,6 +161,35 @@ def test_a_request_with_aux_and_states_crosses_where_no_host_memory_can_be_regis
     for member in rig.members:
         assert isinstance(member.transport, DeviceTransport)
         assert {b.device for b in member.transport.registered} == {DEVICE}
+    rig.quiet()
+    rig.close()
+
+
+@pytest.mark.parametrize("path", ["staged", "slice", "auto"])
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("sent_by", ["a device", "the host"])
+def test_rows_cross_between_memory_of_a_device_and_of_the_host(path: str, tp: tuple[int, int], sent_by: str) -> None:
+    """Each side stages in memory of its pool's kind; a kernel of one kind of memory maps no pages of the other."""
+    rig, kinds = MixedRig(HYBRID), (Memory(transport=OwnMemoryTransport), Memory())
+    here, there = kinds if sent_by == "a device" else kinds[::-1]
+    ours, theirs = (DeviceKernels() if of is kinds[0] else None for of in (here, there))
+    prefills = rig.prefill(tp_shards(HYBRID, tp[0]), memory=here, strategy=path, kernels=ours)
+    decodes = rig.decode(tp_shards(HYBRID, tp[1]), memory=there, strategy=path, kernels=theirs)
+    for name in ("room", "again"):
+        request = rig.request(name, prefills, decodes, 21).open_decode().expect(21).open_prefill()
+        request.send(9).send(21, 9).finish().landed()
+        assert {handle.report.path for handle in request.sends} == {"staged" if path == "auto" else path}
+    rig.quiet()
+    rig.close()
+
+
+def test_a_kernel_does_not_copy_into_pages_of_another_kind_of_memory() -> None:
+    """Where the path is asked for, a room fails for the reason that the transport gives."""
+    rig, device = MixedRig(HYBRID), Memory(transport=OwnMemoryTransport)
+    prefills = rig.prefill(tp_shards(HYBRID, 1), memory=device, strategy="mapped", kernels=DeviceKernels())
+    decodes = rig.decode(tp_shards(HYBRID, 1), strategy="mapped")
+    request = rig.request("room", prefills, decodes, 21).start().failed()
+    assert "is memory on 'cpu', not for kernels on 'cuda:0'" in request.errors()
     rig.quiet()
     rig.close()
 

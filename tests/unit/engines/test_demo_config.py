@@ -30,6 +30,12 @@ from disagg_kv.errors import ConfigurationError, UnknownNameError
         ({"model": "hybrid", "layers": 3}, "layers 3: the model 'hybrid' alternates 2 kinds"),
         ({"model": "window", "prefill_pp": 4}, "prefill_pp 4 does not divide 2 times 2 layers"),
         ({"decode_pp": 0}, "decode_pp 0 does not divide 4 times 1 layers"),
+        ({"both_ways": True}, "both_ways needs a second turn"),
+        ({"prefill_instances": 2, "turns": 2}, "prefill_instances and evict need both_ways"),
+        ({"evict": 1, "turns": 2}, "prefill_instances and evict need both_ways"),
+        ({"prefill_instances": 0}, "prefill_instances must be positive, not 0"),
+        ({"evict": 0, "turns": 2, "both_ways": True}, "evict 0: a turn after turn 0, and below 2, is needed"),
+        ({"evict": 2, "turns": 2, "both_ways": True}, "evict 2: a turn after turn 0, and below 2, is needed"),
         ({"turns": 2, "decode_pp": 2}, "turns 2: only the model 'llama' without a pipeline"),
         ({"inject": "swap-heads", "strategy": "slice"}, "is a wrong gather: it needs path staged, not 'slice'"),
         ({"verify": "some"}, "unknown verify 'some'"),
@@ -93,3 +99,25 @@ def test_a_later_prompt_is_all_that_was_said_before_and_more() -> None:
     assert (len(second), len(conversations.prompts[0])) == (config.lengths(1)[0], config.lengths(2)[0]) == (399, 414)
     assert (config.lacking(0), config.lacking(1)) == ((384, 421), (399 - 384, 436 - 416))
     assert config.passes == 3 + 1 + 1 + 3 + 1 + 1
+
+
+def test_what_decode_sends_back_follows_from_what_each_side_has() -> None:
+    """Two prefill instances in turns; pages of 16 rows there, of 32 on decode, which evicts before the last turn."""
+    config = DemoConfig(
+        requests=1, turns=4, max_new_tokens=32, turn_tokens=48, decode_page_size=32, both_ways=True,
+        prefill_instances=2, evict=3,
+    )  # fmt: skip
+    assert [config.lengths(turn) for turn in range(4)] == [(384,), (464,), (544,), (624,)]
+    assert [config.kept(turn) for turn in range(4)] == [(0,), (384,), (480,), (544,)]
+    assert [config.computed(turn) for turn in range(4)] == [(0,), (0,), (384,), (464,)]
+    assert [config.returned(turn) for turn in range(4)] == [(0,), (384,), (480 - 384,), (0,)]
+    assert [config.lacking(turn) for turn in range(4)] == [(384,), (80,), (64,), (624,)]
+    assert config.passes == 3 + 1 + 1 + 2
+    assert (config.prefills, config.ranks("prefill", 1), config.ranks("decode", 1)) == (8, range(4, 8), range(1))
+
+
+def test_both_directions_leave_out_what_is_held() -> None:
+    """Whether or not the strategy says so; one way it has to."""
+    assert DemoConfig(strategy="slice").selected == "slice"
+    assert DemoConfig(strategy="slice", turns=2, both_ways=True).selected == "slice+incremental"
+    assert DemoConfig(strategy="auto+incremental", turns=2, both_ways=True).selected == "auto+incremental"

@@ -210,6 +210,58 @@ def test_each_turn_of_a_conversation_moves_only_what_decode_lacks(
     assert min(held[1:]) > 600
 
 
+@pytest.mark.parametrize(
+    ("tp", "strategy", "pages", "instances", "evict"),
+    [
+        ((2, 1), "staged", (16, 16), 1, None),
+        ((1, 2), "auto+layer_pipelined", (16, 32), 2, None),
+        ((2, 1), "slice", (32, 16), 1, 2),
+    ],
+)
+def test_prefill_takes_back_only_what_decode_has_and_it_lacks(
+    tp: tuple[int, int], strategy: str, pages: tuple[int, int], instances: int, evict: int | None
+) -> None:
+    """Rows of answers, and of prompts that another instance computed; what decode has evicted is computed again."""
+    config = attrs.evolve(
+        QUICK,
+        prefill_tp=tp[0],
+        decode_tp=tp[1],
+        strategy=strategy,
+        prefill_page_size=pages[0],
+        decode_page_size=pages[1],
+        turns=4,
+        max_new_tokens=20,
+        both_ways=True,
+        prefill_instances=instances,
+        evict=evict,
+    )
+    report, lines = run(config)
+    if isinstance(report, Exception):
+        raise report
+    assert report.ok
+    assert report.wrong_bytes == report.stray_bytes == 0
+    assert len(lines) == steps(config)
+    assert all(turn.kv_bytes == turn.kv_bytes_ideal for turn in report.turns)
+    assert all(turn.returned_bytes == turn.returned_bytes_ideal for turn in report.turns)
+    there = [turn.returned_bytes > 0 for turn in report.turns]
+    assert there == [turn not in (0, evict) for turn in range(4)]
+    assert report.evicted == (config.requests if evict else 0)
+    assert report.returned_bytes == sum(turn.returned_bytes for turn in report.turns)
+    both = report.kv_bytes + report.returned_bytes
+    assert {sum(rank.nbytes for rank in report.ranks if rank.role == role) for role in ("prefill", "decode")} == {both}
+    assert len([rank for rank in report.ranks if rank.role == "prefill"]) == tp[0] * instances
+
+
+def test_wrong_rows_are_noticed_where_they_go_both_ways() -> None:
+    """The negative control: decode's model answers from them, and its rows go back and forth."""
+    config = attrs.evolve(QUICK, prefill_tp=2, turns=2, both_ways=True, inject="swap-heads", kv_heads=4)
+    report, _ = run(config)
+    assert isinstance(report, Report)
+    assert not report.tokens_equal
+    assert report.wrong_bytes > 0
+    assert report.stray_bytes == 0, "prefill had more rows than decode's whole pages"
+
+
 def test_without_the_selection_every_turn_moves_everything() -> None:
     """The control: the bytes at best are told beside those that crossed."""
     report = proved(attrs.evolve(QUICK, prefill_tp=2, turns=2))

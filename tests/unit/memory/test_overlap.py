@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg_kv.errors import GeometryError, UnsupportedError
+from disagg_kv.errors import GeometryError
 from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Site, check_planes, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.memory import Buffer, Layout, PagedPool
@@ -181,11 +181,18 @@ def test_groups_that_do_not_say_that_they_are_overlaid_share_no_bytes() -> None:
         PagedPool.from_tensors(TWO, shard(TWO), tensors, group={L0: FULL, LayerId(1): SLIDE})
 
 
-def test_states_in_overlaid_groups_are_refused_by_name() -> None:
-    """Their slots would be pages of the same space."""
-    state = Component("s", "float16", 2, 8, tokens_per_row=0, rows=ROWS)
+def test_slots_of_states_may_lie_in_pages_of_tokens() -> None:
+    """A slot is a page of the same space: it shares bytes with the page of its id, and with no other."""
+    state = Component("s", "float16", 2, 8, tokens_per_row=0, rows=ROWS - 1)
     spec = CacheSpec({L0: [Component("k", "float16", 2, 8)], LayerId(1): [state]})
-    memory = torch.zeros(2, *_shape("NHD"), dtype=torch.float16)
-    tensors = {L0: {"k": memory[0]}, LayerId(1): {"s": memory[1]}}
-    with pytest.raises(UnsupportedError, match=r"groups \['state'\] of states cannot be overlaid"):
-        PagedPool.from_tensors(spec, shard(spec), tensors, group=FULL, overlaid=True)
+    memory = torch.zeros(2 * PAGES, *_shape("NHD")[1:], dtype=torch.float16)
+
+    def pool(slots: torch.Tensor) -> PagedPool:
+        tensors = {L0: {"k": memory[:PAGES]}, LayerId(1): {"s": slots[:, 1:]}}
+        return PagedPool.from_tensors(
+            spec, shard(spec), tensors, group=FULL, state_group={LayerId(1): SLIDE}, overlaid=True
+        )
+
+    assert pool(memory[:PAGES]).site.state_groups == {SLIDE}
+    with pytest.raises(GeometryError, match=r"layer 0.*full.*layer 1.*slide.*not page by page"):
+        pool(memory[1 : PAGES + 1])

@@ -113,6 +113,25 @@ def test_a_device_of_torch_gives_the_memory_if_it_is_there() -> None:
         PagedPool.allocate(GQA, shard(GQA), pages=2, page_size=3, device="nonsense")
 
 
+def test_memory_is_pinned_only_where_the_pool_allocates_it_on_the_host() -> None:
+    """Refused before anything is allocated."""
+
+    def never(nbytes: int) -> Buffer:
+        raise AssertionError
+
+    with pytest.raises(ConfigurationError, match="pinned is for memory on 'cpu' that the pool allocates"):
+        PagedPool.allocate(GQA, shard(GQA), pages=2, page_size=3, allocator=never, pinned=True)
+    with pytest.raises(ConfigurationError, match="pinned is for memory on 'cpu' that the pool allocates"):
+        PagedPool.allocate(GQA, shard(GQA), pages=2, page_size=3, device="cuda", pinned=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned for a GPU")
+def test_without_a_gpu_no_memory_is_pinned() -> None:
+    """The error says what was asked for."""
+    with pytest.raises(ConfigurationError, match=r"no pool of \d+ bytes on device 'cpu' \(pinned\)"):
+        PagedPool.allocate(GQA, shard(GQA), pages=2, page_size=3, pinned=True)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_adopted_tensors_are_used_in_place(layout: Layout) -> None:
     """Writing through the pool is writing the tensor."""
@@ -222,6 +241,8 @@ def test_an_engine_s_tensors_may_have_a_page_space_for_each_layer() -> None:
     }
     spaces = {(plane.layer, plane.component): plane.group for plane in pool.site.planes}
     assert [spaces[LayerId(1), name] for name in ("k", "v", "ssm")] == ["slide", "slide", "state"]
+    pool = PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names, state_group={0: "one", 1: "other"})
+    assert pool.site.state_groups == {"one", "other"}
     del names[LayerId(1)]
     with pytest.raises(GeometryError, match=r"group: layer 1 has no name; those of \[0\] are given"):
         PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names)

@@ -79,8 +79,8 @@ def test_top_shows_rooms_peers_and_memory(folder: Path, capsys: pytest.CaptureFi
         room = RoomId(b"[bold]waits")
         waiting = receiver.open(room, Source("P"))
         until(lambda: waiting.phase is Phase.READY)
-        code, out, _ = top(capsys, str(folder), "--json")
-        assert code == 0
+        code, out, err = top(capsys, str(folder), "--json")
+        assert (code, err) == (0, "")
         found = {one["side"]: one for one in json.loads(out)["endpoints"]}
         prefill, decode = found["prefill"], found["decode"]
         assert (prefill["instance"], prefill["rank"], prefill["pid"]) == ("P", 0, os.getpid())

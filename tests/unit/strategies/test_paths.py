@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from disagg_kv.errors import LocalProtocolError
-from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.ids import GroupId, Rank
+from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
+from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.memory import PagedPool
-from disagg_kv.planning import PairPlan, RankPlan, Segment, Writes
+from disagg_kv.planning import PairPlan, RankPlan, RowRange, Segment, Writes
+from disagg_kv.planning.descriptors import _pages, _slices
 from disagg_kv.strategies import Job, SlicePlanner, TransferPlanner, exposes_pages
 from disagg_kv.strategies.paths import DirectPlanner, StagedPlanner
 
@@ -49,6 +50,26 @@ def test_direct_needs_equal_layouts() -> None:
     assert "2 units" in reason
     assert SlicePlanner().refuse(two.pair) is None
     assert SlicePlanner().count(two) == 10 * 2 * 2
+
+
+def test_layers_that_are_alike_count_as_each_of_them_does() -> None:
+    """K and V of other sizes, layers with other heads, states and a window: the sum over every run, ragged ends too."""
+    kv = CacheSpec.kv(3, 4, 8, "float16", v_head_dim=4).layers
+    state = Component("state", "int8", 4, 6, tokens_per_row=0, rows=3)
+    few = (Component("k", "int8", 2, 16), Component("v", "int8", 2, 16, window=5))
+    spec = CacheSpec({**kv, LayerId(3): few, LayerId(4): (*kv[LayerId(0)], state)})
+    held = shard(spec)
+    pools = (
+        PagedPool.allocate(spec, held, pages=8, page_size=4, state_slots=2, layout=layout) for layout in ("NHD", "HND")
+    )
+    (source, target), rows = (pool.site for pool in pools), RowRange(0, 13)
+    parts = RankPlan.build(spec, [held], held).parts[Rank(0)]
+    for segment in (Segment(3, 13, 0, 5), Segment(4, 12, 2, 4), Segment(0, 3, 0, 5, state=True)):
+        for site in (source, target):
+            pair = PairPlan(source, site, parts, rows)
+            given, one = list(pair.runs(segment)), Job(pair, segment)
+            for path, writes in ((SlicePlanner(), _slices), (DirectPlanner(), _pages)):
+                assert path.count(one) == sum(writes(run, run.start, run.stop) for run in given) > 0
 
 
 def test_staged_gathers_and_writes_once() -> None:

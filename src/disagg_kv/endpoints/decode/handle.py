@@ -88,7 +88,7 @@ class ReceptionHandle(RoomHandle):
         tables = after(site, check_tables(self.room, site, wanted.pages, starts, most), starts)
         slots = check_states(self.room, site, wanted.state)
         try:
-            site.check_owners(wanted.pages)
+            site.check_owners((*wanted.pages, *wanted.state))
         except GeometryError as exc:
             raise GeometryError(f"{where}: {exc}") from exc
         least = max(start, wanted.least)

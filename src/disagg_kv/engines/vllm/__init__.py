@@ -12,9 +12,10 @@ The parts, none of which imports vLLM but the first:
 * ``work``: what the ranks do in a step.
 * ``worker``: the side in each rank's process. It has the endpoints.
 * ``cache``: vLLM's KV tensors as a pool.
+* ``states``: the states of Mamba layers and gated delta nets in it.
 * ``element_order``: where vLLM's CPU attention stores each element.
 * ``params``: what travels in ``kv_transfer_params``.
-* ``stats``: counters for vLLM's log and metrics.
+* ``stats``: counts and measurements for vLLM's log and metrics.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ vLLM's CPU backend stores the K of a whole block before its V, so there a row is
 ``csrc/cpu`` of vLLM 0.32.
 
 The cache groups share one pool of blocks. A block belongs to one group at a time, and the groups lie in the same bytes.
+A block of a group of states holds the states of one request; see ``states``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ...ids import KV, GroupId, LayerId
 from ...memory import Buffer, PagedPool
 from ..common import CommonCache, Strides
 from ..scales import Float8
+from .states import StateShape
 
 
 @frozen
@@ -35,6 +37,7 @@ class LayerShape:
         window: tokens of a sliding window; None: none.
         format: names what is inside ``content``; sides with different ones are refused.
         parts: elements of K and of V in ``content``; None: it is one component, which is not converted.
+        states: what it has instead of tokens; None: it has tokens.
     """
 
     name: str
@@ -43,6 +46,7 @@ class LayerShape:
     window: int | None
     format: str
     parts: tuple[int, int] | None = None
+    states: StateShape | None = None
 
 
 def pool_of(
@@ -61,7 +65,8 @@ def pool_of(
 
     Args:
         layers: in the order of the model.
-        tensors: per layer name ``[blocks, heads, tokens, content]``, or ``[blocks, tokens, content]``.
+        tensors: per layer name ``[blocks, heads, tokens, content]``, or ``[blocks, tokens, content]``; of a layer with
+            states ``[blocks, 1, 1, bytes]``.
         blocks: number of blocks.
         block: tokens of a block.
         row: tokens of a row: 1, or ``block``.
@@ -78,9 +83,14 @@ def pool_of(
     views: dict[LayerId, dict[str, torch.Tensor]] = {}
     groups: dict[LayerId, GroupId] = {}
     for number, layer in enumerate(layers):
-        at, cells = LayerId(number), _rows(layer.name, tensors[layer.name], blocks, block, row)
+        at, groups[LayerId(number)] = LayerId(number), layer.group
+        if layer.states is not None:
+            parts = list(layer.states.parts(tensors[layer.name], tp, rank))
+            views[at], components[at] = {one.name: view for one, view in parts}, [one for one, _ in parts]
+            continue
+        cells = _rows(layer.name, tensors[layer.name], blocks, block, row)
         kept = (float8 or {}).get(layer.name)
-        views[at], groups[at] = _parts(layer, cells, kept), layer.group
+        views[at] = _parts(layer, cells, kept)
         components[at] = [
             Component(
                 name, str(view.dtype).removeprefix("torch."), layer.heads, view.shape[-1] * view.element_size(),
@@ -90,7 +100,9 @@ def pool_of(
         ]  # fmt: skip
     spec = CacheSpec(components, model)
     shards = [shard(spec, tp=tp, rank=one) for one in range(tp)]
-    pool = PagedPool.from_tensors(spec, shards[rank], views, layout="HND", group=groups, null_page=0, overlaid=True)
+    pool = PagedPool.from_tensors(
+        spec, shards[rank], views, layout="HND", group=groups, state_group=groups, null_page=0, overlaid=True
+    )
     return pool, shards
 
 

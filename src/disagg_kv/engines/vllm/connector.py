@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -38,7 +39,7 @@ from .element_order import check_order
 from .endpoints import open_worker
 from .host import facts, refuse_layered
 from .scheduler import SchedulerSide
-from .stats import COUNTERS
+from .stats import COUNTERS, FAILURES, HISTOGRAMS, REASONS, logged, merged
 from .work import RankAddress, StepWork
 from .worker import WorkerSide
 
@@ -50,6 +51,9 @@ KVConnectorHandshakeMetadata.register(RankAddress)
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 """Where vLLM's user sets the connector's options."""
+
+PREFIX = "vllm:disagg_kv_"
+"""Of the metrics on vLLM's endpoint."""
 
 _T = TypeVar("_T")
 
@@ -104,7 +108,8 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._options = EngineOptions.read(EXTRA_CONFIG, transfer.kv_connector_extra_config)
         on_cpu, common = current_platform.is_cpu(), self._options.common
-        self._facts = facts(vllm_config, kv_cache_config, tiles=on_cpu, common=common)
+        channels_first = is_conv_state_dim_first()
+        self._facts = facts(vllm_config, kv_cache_config, tiles=on_cpu, common=common, channels_first=channels_first)
         if self._facts.common is not None:
             _check_order(vllm_config, self._facts.block, self._facts.common.dim)
         if self._options.layered:
@@ -130,6 +135,11 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Full CUDA graphs skip ``save_kv_layer``, by which layers are sent while others are computed."""
         return EngineOptions.read(EXTRA_CONFIG, extra_config).layered
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """The endpoints have registered the cache where it lies, and peers may have mapped it. VLLM 0.33 asks this."""
+        return False
 
     # The scheduler.
 
@@ -290,7 +300,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """Counters on vLLM's Prometheus endpoint."""
+        """Counters and histograms on vLLM's Prometheus endpoint."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
@@ -314,9 +324,9 @@ KVConnectorFactory.register_connector("DisaggKVConnector", "disagg_kv.engines.vl
 
 
 class TransferStats(KVConnectorStats):
-    """:class:`~disagg_kv.engines.vllm.stats.Counters`, summed over ranks and steps."""
+    """The data of :class:`~disagg_kv.engines.vllm.stats.Counters`, of all ranks and several steps."""
 
-    data: dict[str, float]
+    data: dict[str, Any]
 
     def reset(self) -> None:
         """Begin anew."""
@@ -324,13 +334,12 @@ class TransferStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
         """Add another rank's, or a later step's."""
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
+        self.data = merged(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """As vLLM logs them."""
-        return {name: round(self.data[name], 4) for name in COUNTERS if name in self.data}
+        return logged(self.data)
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -338,7 +347,7 @@ class TransferStats(KVConnectorStats):
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter for each of :data:`~disagg_kv.engines.vllm.stats.COUNTERS`."""
+    """Counters and histograms of Prometheus for what :mod:`~disagg_kv.engines.vllm.stats` names."""
 
     def __init__(
         self,
@@ -348,19 +357,31 @@ class TransferMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            (name, engine): counter.labels(*values)
-            for name, counter in (
-                (name, self._counter_cls(name=f"vllm:disagg_kv_{name}", documentation=meaning, labelnames=labelnames))
-                for name, meaning in COUNTERS.items()
-            )
-            for engine, values in per_engine_labelvalues.items()
+        of = {"labelnames": labelnames}
+        reasons = {"labelnames": [*labelnames, "reason"]}
+        self._counters = {name: self._counter_cls(PREFIX + name, said, **of) for name, said in COUNTERS.items()}
+        self._failures = {name: self._counter_cls(PREFIX + name, said, **reasons) for name, said in FAILURES.items()}
+        self._histograms = {
+            name: self._histogram_cls(PREFIX + name, said, buckets=list(bounds), **of)
+            for name, (said, bounds) in HISTOGRAMS.items()
         }
+        zero = {**dict.fromkeys(COUNTERS, 0), **{name: dict.fromkeys(REASONS, 0) for name in FAILURES}}
+        for engine in per_engine_labelvalues:
+            self.observe({**zero, **dict.fromkeys(HISTOGRAMS, ())}, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine counted."""
-        for name, count in transfer_stats_data.items():
-            self._counters[name, engine_idx].inc(count)
+        """Add what an engine counted and measured."""
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, given in transfer_stats_data.items():
+            if name in HISTOGRAMS:
+                histogram = self._histograms[name].labels(*values)
+                for one in given:
+                    histogram.observe(one)
+            elif name in FAILURES:
+                for code, count in given.items():
+                    self._failures[name].labels(*values, code).inc(count)
+            else:
+                self._counters[name].labels(*values).inc(given)
 
 
 def _log_through_vllm() -> None:

@@ -1,7 +1,7 @@
 """What the connector reads of vLLM's configuration, and what it refuses by name.
 
 vLLM's objects are read by attribute, so this module does not import vLLM. Its classes of cache specs are known by name:
-one that is not in :data:`ATTENTION` is refused, since its bytes may mean something else.
+one that is not in :data:`ATTENTION`, and is not :data:`STATES`, is refused, since its bytes may mean something else.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from ..common import CommonCache, common_cache, read_config
 from ..model import model_digest
 from .cache import LayerShape
 from .scheduler import BlockGroup
+from .states import state_shape
 
 ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """Cache specs of vLLM whose tensors have an axis of tokens, and nothing else in them."""
+
+STATES = "MambaSpec"
+"""That of layers with states."""
 
 
 @frozen
@@ -50,7 +54,9 @@ class EngineFacts:
     common: CommonCache | None = None
 
 
-def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool = False) -> EngineFacts:
+def facts(
+    vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool = False, channels_first: bool = False
+) -> EngineFacts:
     """Read them.
 
     Args:
@@ -58,6 +64,7 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool =
         kv_cache_config: vLLM's ``KVCacheConfig``.
         tiles: the platform's attention stores the K of a whole block before its V.
         common: describe the cache in the terms that engines share.
+        channels_first: vLLM's layout of conv states.
 
     Raises:
         UnsupportedError: a feature or a kind of cache that the connector does not move.
@@ -65,24 +72,33 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool, common: bool =
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refuse(vllm_config)
     specs = _layer_specs(kv_cache_config)
-    if not specs:
-        raise UnsupportedError("the model has no KV cache that is transferred")
+    tokens = [one for one in specs if type(one[2]).__name__ != STATES]
+    if not tokens:
+        raise UnsupportedError("the model has no KV cache of tokens that is transferred")
     if kv_cache_config.has_mixed_precision_kv_cache:
         # VLLM clears new blocks within a step, after transfers into them have begun.
         raise UnsupportedError("DisaggKVConnector does not support caches of several precisions yet")
-    blocks = {spec.block_size for _, _, spec in specs}
+    blocks = {spec.block_size for _, _, spec in tokens}
     if len(blocks) > 1:
         raise UnsupportedError(f"cache groups with blocks of {sorted(blocks)} tokens are not supported yet")
     block = blocks.pop()
     shared = _common(vllm_config, specs, tiles=tiles) if common else None
-    whole = tiles and any(type(spec).__name__ != "MLAAttentionSpec" for _, _, spec in specs)
+    whole = tiles and any(type(spec).__name__ != "MLAAttentionSpec" for _, _, spec in tokens)
     row, cache_dtype = block if whole and not common else 1, str(vllm_config.cache_config.cache_dtype)
     layers = tuple(
-        LayerShape(name, group, _heads(name, spec, model, parallel), _window(spec), *_content(spec, row, cache_dtype))
+        _state_layer(group, name, spec, model, parallel, channels_first=channels_first)
+        if type(spec).__name__ == STATES
+        else LayerShape(
+            name, group, _heads(name, spec, model, parallel), _window(spec), *_content(spec, row, cache_dtype)
+        )
         for group, name, spec in specs
     )
+    stateful = {one.group for one in layers if one.states is not None}
     groups = tuple(
-        BlockGroup(KV if common else _group(index), index, block, row, _window_of(_group(index), layers))
+        BlockGroup(
+            KV if common else _group(index), index, block, row, _window_of(_group(index), layers),
+            states=_group(index) in stateful,
+        )
         for index in kv_cache_config.transfer_group_ids
     )  # fmt: skip
     digest = model_digest(
@@ -156,10 +172,10 @@ def _layer_specs(kv_cache_config: Any) -> list[tuple[GroupId, str, Any]]:
         group = kv_cache_config.kv_cache_groups[index]
         for name in group.layer_names:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            if type(spec).__name__ not in ATTENTION:
+            if type(spec).__name__ not in (*ATTENTION, STATES):
                 raise UnsupportedError(
                     f"layer {name}: DisaggKVConnector does not move vLLM's {type(spec).__name__} yet; "
-                    f"it moves {', '.join(ATTENTION)}"
+                    f"it moves {', '.join((*ATTENTION, STATES))}"
                 )
             found.append((_group(index), name, spec))
     return sorted(found, key=lambda one: _natural(one[1]))
@@ -181,6 +197,15 @@ def _heads(name: str, spec: Any, model: Any, parallel: Any) -> int:
             f"layer {name}: {spec.num_heads} KV heads on a rank of {parallel.tensor_parallel_size}, of {total} in all"
         )
     return total
+
+
+def _state_layer(
+    group: GroupId, name: str, spec: Any, model: Any, parallel: Any, *, channels_first: bool
+) -> LayerShape:
+    states = state_shape(
+        name, spec, model.hf_text_config, tp=parallel.tensor_parallel_size, channels_first=channels_first
+    )
+    return LayerShape(name, group, states.heads, None, "", states=states)
 
 
 def _window(spec: Any) -> int | None:

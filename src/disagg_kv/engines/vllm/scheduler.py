@@ -7,6 +7,9 @@ that nothing reads them any more.
 A request of a **decode** instance waits until all its rows have landed, or the transfer has failed. What happens then
 is vLLM's own policy: it computes the prompt itself, or fails the request.
 
+Decode computes the last token of a prompt anew, and a state already has all tokens that were computed. So prefill of a
+model with states leaves the last token out, as vLLM's ``NixlConnector`` does.
+
 Either side may wait in its engine's queue while the other one is ready. A request that waits there for
 :data:`QUEUED_S` is announced to the other side, which then keeps its blocks for longer than ``claim_s``.
 """
@@ -50,12 +53,17 @@ class EngineRequest(Protocol):
     num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
-    prompt_token_ids: Sequence[int] | None
+    prompt_token_ids: list[int] | None
     prompt_embeds: Any
     mm_features: Sequence[Any]
     lora_request: Any
     kv_transfer_params: dict[str, Any] | None
     status: Any
+
+    @property
+    def _all_token_ids(self) -> list[int]:
+        """Those of the prompt, and the tokens that were generated."""
+        ...
 
     @property
     def output_token_ids(self) -> Sequence[int]:
@@ -81,6 +89,7 @@ class BlockGroup:
         block: tokens of a block.
         row: tokens of a row: 1, or those of a block where the memory never separates them.
         window: tokens of a sliding window, behind which vLLM frees blocks; None: none.
+        states: a request has one block, with its states; the numbers of tokens mean nothing.
     """
 
     id: GroupId
@@ -88,6 +97,7 @@ class BlockGroup:
     block: int
     row: int
     window: int | None = None
+    states: bool = False
 
     @property
     def page_rows(self) -> int:
@@ -162,7 +172,9 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance = instance
-        self._groups = tuple(groups)
+        self._groups = tuple(group for group in groups if not group.states)
+        self._states = tuple(group for group in groups if group.states)
+        self._left_out = 1 if self._states else 0
         self._produces = produces
         self._consumes = consumes
         self._clock = clock
@@ -195,26 +207,46 @@ class SchedulerSide:
         elif tag is None:
             log.warning("request %s is not sent: its prompt has embeddings", request.request_id)
             self._work.unsent += [] if given is None else [given]
-        elif self._outruns(request.num_prompt_tokens):
+        elif request.num_prompt_tokens <= self._left_out:
+            log.warning("request %s is not sent: decode computes the only token of its prompt", request.request_id)
+            self._work.unsent += [] if given is None else [given]
+        elif self._outruns(request.num_prompt_tokens - self._left_out):
             log.warning("request %s is not sent: vLLM frees a row of its sliding window as it ends", request.request_id)
             self._work.unsent += [] if given is None else [given]
         else:
+            self._leave_out(request)
             transfer = given if given is not None else f"{request.request_id}-{uuid.uuid4().hex[:12]}"
             self._sending[request.request_id] = Sending(request, transfer, tag, inf if given is None else self._clock())
+
+    def _leave_out(self, request: EngineRequest) -> None:
+        """The last token of a prompt, whose rows decode computes. ``NixlConnector`` of vLLM 0.32 changes the same."""
+        if self._left_out:
+            assert request.prompt_token_ids is not None
+            del request.prompt_token_ids[-self._left_out :], request._all_token_ids[-self._left_out :]
+            request.num_prompt_tokens -= self._left_out
 
     def _chunks(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> None:
         for name, one in self._sending.items():
             self._note_preemption(name, one)
-            if name in scheduled and one.complete and any(group.window is not None for group in self._groups):
-                log.warning("request %s is not sent: it generates more tokens than one, over a sliding window", name)
+            if name not in scheduled or one.lost:
+                continue
+            if self._overwrites and one.request.num_computed_tokens + scheduled[name] > one.request.num_prompt_tokens:
+                log.warning(
+                    "request %s is not sent: it generates more tokens than one, over rows that decode needs", name
+                )
                 self._work.preempted.append(name)
                 self._work.aborted.append(name)
                 one.complete, one.lost = False, True
-            if name not in scheduled or one.complete or one.lost or blocks is None:
+            if one.complete or one.lost or blocks is None:
                 continue
             ids = blocks.get_block_ids(name)
             if ids is not None:
                 self._chunk(name, one, scheduled[name], ids)
+
+    @property
+    def _overwrites(self) -> bool:
+        """Whether a prefill request that goes on changes what decode needs: windows slide, and so do states."""
+        return bool(self._states) or any(group.window is not None for group in self._groups)
 
     def _note_preemption(self, name: str, one: Sending) -> None:
         """The blocks of a request that vLLM has preempted hold rows of other requests now: all its rows come anew."""
@@ -231,7 +263,8 @@ class SchedulerSide:
             return
         pages = self._pages(ids, one.sent, stop)
         one.complete = tokens == prompt
-        self._work.chunks[name] = Chunk(one.transfer, stop, pages, one.complete, one.tag)
+        states = self._slots(ids) if one.complete else ()
+        self._work.chunks[name] = Chunk(one.transfer, stop, pages, one.complete, one.tag, states)
         one.sent, one.opened = stop, True
 
     def _finished_sending(self, name: str) -> tuple[bool, dict[str, Any] | None]:
@@ -239,7 +272,8 @@ class SchedulerSide:
         self._note_preemption(name, one)
         if one.complete and one.request.status.name in ANSWERED:
             origin = Origin(one.transfer, Source(self._instance, self._addresses))
-            return True, {**origin.params(), FIRST_TOKEN: one.request.output_token_ids[0]}
+            first = {} if self._left_out else {FIRST_TOKEN: one.request.output_token_ids[0]}
+            return True, {**origin.params(), **first}
         if one.opened:
             self._work.aborted.append(name)
             return True, None
@@ -254,8 +288,9 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return 0, False
-        lacking = request.num_prompt_tokens - computed
-        if lacking <= 0 or self._outruns(request.num_prompt_tokens, computed) or tag_of(request) is None:
+        sent = request.num_prompt_tokens - self._left_out
+        lacking = sent - computed
+        if lacking <= 0 or self._outruns(sent, computed) or tag_of(request) is None:
             return 0, False
         if self._is_sibling(request):
             log.warning("request %s computes its prompt: another request has loaded its transfer", request.request_id)
@@ -295,14 +330,14 @@ class SchedulerSide:
         try:
             origin = Origin.of(params)
             if lacking and tag is not None:
-                self._work.loads[name] = self._load(request, origin, blocks, request.num_prompt_tokens - lacking, tag)
+                self._work.loads[name] = self._load(request, origin, blocks, lacking, tag)
                 self._remember(name, origin.transfer, tag)
             else:
                 self._work.declined.append(Declined(origin, tag or b""))
         except Exception as exc:
             log.warning("request %s cannot be loaded: %s", name, exc)
             if lacking:
-                self._work.refused[name] = str(exc)
+                self._work.refused[name] = exc
         if lacking:
             self._loading.add(name)
 
@@ -312,12 +347,12 @@ class SchedulerSide:
             self._loaded.popitem(last=False)
 
     def _load(
-        self, request: EngineRequest, origin: Origin, blocks: tuple[list[int], ...], held: int, tag: bytes
+        self, request: EngineRequest, origin: Origin, blocks: tuple[list[int], ...], lacking: int, tag: bytes
     ) -> Load:
-        stop = rows(request.num_prompt_tokens, self._groups[0], whole=True)
-        first = rows(held, self._groups[0], whole=False)
+        sent = request.num_prompt_tokens - self._left_out
+        stop, first = rows(sent, self._groups[0], whole=True), rows(sent - lacking, self._groups[0], whole=False)
         known = {group.id: first for group in self._groups} if first else {}
-        return Load(origin, stop, self._pages(blocks, first, stop), known, tag)
+        return Load(origin, stop, self._pages(blocks, first, stop), known, tag, self._slots(blocks))
 
     def _leave(self, name: str) -> None:
         """A decode request is in the engine's queue no more."""
@@ -396,6 +431,10 @@ class SchedulerSide:
             first, end = start // group.page_rows, -(-stop // group.page_rows)
             out.append((group.id, tuple(ids[group.index][first:end]), first * group.page_rows))
         return tuple(out)
+
+    def _slots(self, ids: Sequence[Sequence[int]]) -> Pages:
+        """The block of every group of states."""
+        return tuple((group.id, tuple(ids[group.index][:1]), 0) for group in self._states)
 
 
 def tag_of(request: EngineRequest) -> bytes | None:

@@ -29,6 +29,7 @@ class Chunk:
         pages: of the rows since the request's last chunk.
         last: these are the last rows of the prompt.
         tag: digest of the prompt.
+        states: of the last rows, the slot of each group of states.
     """
 
     transfer: str
@@ -36,6 +37,7 @@ class Chunk:
     pages: Pages
     last: bool
     tag: bytes
+    states: Pages = ()
 
 
 @frozen
@@ -48,6 +50,7 @@ class Load:
         pages: where they go.
         held: leading rows that are in vLLM's prefix cache, per group.
         tag: digest of the prompt.
+        states: the slot of each group of states.
     """
 
     origin: Origin
@@ -55,6 +58,7 @@ class Load:
     pages: Pages
     held: dict[GroupId, int]
     tag: bytes
+    states: Pages = ()
 
 
 @frozen
@@ -92,7 +96,7 @@ class StepWork:
     preempted: list[str] = field(factory=list)
     loads: dict[str, Load] = field(factory=dict)
     declined: list[Declined] = field(factory=list)
-    refused: dict[str, str] = field(factory=dict)
+    refused: dict[str, Exception] = field(factory=dict)
     unsent: list[str] = field(factory=list)
     aborted: list[str] = field(factory=list)
     early: dict[str, tuple[str, bytes]] = field(factory=dict)

@@ -274,8 +274,9 @@ class WorkerSide:
 
     def _finish(self, name: str, chunk: Chunk, ready: Event | None) -> None:
         going = self._outgoing[name]
-        if not going.finished:
-            going.delivery.finish(chunk.stop, ready=ready)
+        if chunk.states or not going.finished:
+            # States that were withdrawn are given again.
+            going.delivery.finish(chunk.stop, state=tables(chunk.states), ready=ready)
             going.finished, going.claim_by = True, time.monotonic() + self._claim_s
 
     def _claim(self, going: Outgoing, now: float) -> None:
@@ -313,9 +314,9 @@ class WorkerSide:
     def _sent(self, name: str, delivery: Delivery) -> None:
         self._results.sent.add(name)
         if delivery.phase is Phase.DONE:
-            self.counters.add(sent=1, sent_bytes=delivery.report.nbytes)
+            self.counters.add("sent", sent_bytes=delivery.report.nbytes)
         else:
-            self.counters.add(sent_failed=1)
+            self.counters.fail("sent_failed", delivery.error)
             log.warning("request %s was not sent: %s", name, delivery.error)
 
     # Decode.
@@ -324,20 +325,20 @@ class WorkerSide:
         assert self._receiver is not None
         reception = self._receiver.open(room_id(load.origin.transfer), load.origin.source, tag=load.tag)
         self._incoming[name] = Incoming(reception, time.monotonic())
-        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held))
+        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held, state=tables(load.states)))
 
     def _received(self, name: str, coming: Incoming) -> None:
         if coming.reception.phase is Phase.DONE:
             self._results.received.add(name)
             seconds = time.monotonic() - coming.began
-            self.counters.add(loaded=1, loaded_bytes=coming.reception.report.nbytes, load_seconds=seconds)
+            self.counters.add("loaded", loaded_bytes=coming.reception.report.nbytes, load_seconds=seconds)
         else:
-            self._fail_load(name, str(coming.reception.error))
+            self._fail_load(name, coming.reception.error)
 
-    def _fail_load(self, name: str, reason: str) -> None:
+    def _fail_load(self, name: str, reason: object) -> None:
         self._results.received.add(name)
         self._results.failed.add(name)
-        self.counters.add(load_failed=1)
+        self.counters.fail("load_failed", reason)
         log.warning("request %s was not loaded: %s", name, reason)
 
     def _say_queued(self, origin: Origin) -> None:
@@ -390,7 +391,7 @@ class WorkerSide:
             elif name in self._incoming:
                 self._incoming[name].reception.abort(str(exc))
             elif name not in self._unopened:
-                self._fail_load(name, str(exc))
+                self._fail_load(name, exc)
 
 
 def _word(transfer: str) -> RoomId:

@@ -16,8 +16,8 @@ from disagg_kv.ids import KV, GroupId
 from tests.support.vllm_like import (
     MLA,
     TWO_GROUPS,
+    CrossAttentionSpec,
     FullAttentionSpec,
-    MambaSpec,
     Model,
     SlidingWindowSpec,
     configs,
@@ -154,7 +154,7 @@ def _no_groups(vllm: Any, cache: Any) -> None:
         (_set("parallel_config.pipeline_parallel_size", 2), False, "pipeline parallelism"),
         (_set("parallel_config.decode_context_parallel_size", 2), False, "decode context parallelism"),
         (_set("parallel_config.prefill_context_parallel_size", 2), False, "prefill context parallelism"),
-        (_spec(MambaSpec(4, 4)), False, "layer model.layers.0.*MambaSpec.*FullAttentionSpec"),
+        (_spec(CrossAttentionSpec(4, 4)), False, "layer model.layers.0.*CrossAttentionSpec.*FullAttentionSpec"),
         (_spec(SimpleNamespace(block_size=4)), False, "SimpleNamespace"),
         (_spec(FullAttentionSpec(4, 3)), False, "3 KV heads on a rank of 1, of 4 in all"),
         (_spec(FullAttentionSpec(8, 4)), False, r"blocks of \[4, 8\] tokens"),

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from disagg_kv import errors
 from disagg_kv.engines import vllm
 from disagg_kv.engines.options import EngineOptions
-from disagg_kv.engines.vllm.stats import COUNTERS, Counters
-from disagg_kv.errors import ConfigurationError, UnknownNameError
+from disagg_kv.engines.vllm.stats import COUNTERS, FAILURES, HISTOGRAMS, REASONS, Counters, logged, merged
+from disagg_kv.errors import ConfigurationError, DisaggKVError, PeerLostError, UnknownNameError
 
 
 def test_the_defaults_work_on_one_host() -> None:
@@ -75,11 +76,31 @@ def test_the_package_has_one_name() -> None:
         vllm.Connector  # noqa: B018 - the access is the test
 
 
-def test_counters_begin_anew() -> None:
+def test_counts_and_measurements_begin_anew() -> None:
     counters = Counters()
     assert counters.take() == {}
-    counters.add(sent=1, sent_bytes=8)
-    counters.add(sent=2)
-    assert counters.take() == {"sent": 3, "sent_bytes": 8}
+    counters.add("sent", sent_bytes=8)
+    counters.add("sent", sent_bytes=9)
+    counters.fail("load_failed", PeerLostError())
+    counters.fail("load_failed", KeyError())
+    counters.fail("load_failed", PeerLostError())
+    found = {"sent": 2, "sent_bytes": [8, 9], "load_failed": {"peer_lost": 2, "failed": 1}}
+    assert counters.take() == found
     assert counters.take() == {}
-    assert set(COUNTERS) >= {"sent", "sent_bytes"}
+
+
+def test_data_of_ranks_and_steps_are_merged_and_logged() -> None:
+    one = {"loaded": 1, "load_seconds": [0.25], "load_failed": {"deadline": 1}}
+    other = {"loaded": 2, "load_seconds": [1, 2], "load_failed": {"deadline": 1, "aborted": 3}, "sent_bytes": [7]}
+    both = merged(one, other)
+    assert one == {"loaded": 1, "load_seconds": [0.25], "load_failed": {"deadline": 1}}
+    assert logged(both) == {
+        "loaded": 3, "sent_bytes": 7, "load_seconds": 3.25, "load_failed_deadline": 2, "load_failed_aborted": 3,
+    }  # fmt: skip
+    assert logged({}) == {}
+
+
+def test_every_reason_that_is_there_from_the_start_is_the_code_of_an_error() -> None:
+    codes = {one.code for one in vars(errors).values() if isinstance(one, type) and issubclass(one, DisaggKVError)}
+    assert codes >= set(REASONS)
+    assert not set(COUNTERS) & set(HISTOGRAMS) | set(COUNTERS) & set(FAILURES)

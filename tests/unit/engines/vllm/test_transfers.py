@@ -220,9 +220,10 @@ def test_prefix_caches_of_both_instances(pair: Pair) -> None:
     assert d.loaded == ["all", "part"]
     counts = d.ranks[0].counters.take()
     heads = 3 * 4 * 8 * 2
-    assert counts.pop("load_seconds") > 0
-    assert counts == {"loaded": 2, "loaded_bytes": (22 + 14) * heads}
-    assert [rank.counters.take() for rank in p.ranks] == [{"sent": 2, "sent_bytes": (22 + 14) * heads // 2}] * 2
+    assert [seconds > 0 for seconds in counts.pop("load_seconds")] == [True, True]
+    assert counts == {"loaded": 2, "loaded_bytes": [22 * heads, 14 * heads]}
+    half = [22 * heads // 2, 14 * heads // 2]
+    assert [rank.counters.take() for rank in p.ranks] == [{"sent": 2, "sent_bytes": half}] * 2
     d.check_quiet()
 
 

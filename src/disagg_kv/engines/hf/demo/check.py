@@ -1,7 +1,7 @@
-"""The comparison of the received bytes with those of prefill, with files, NumPy and the specified conversion only.
+"""The comparison of the received bytes with those of their origin, with files, NumPy and the specified conversion only.
 
-Decode's pages are read from a copy of its memory, by the formula in ``Plane``'s docstring. The expected bytes come from
-the caches of the prefill ranks' own models.
+Pages are read from a copy of a rank's memory, by the formula in ``Plane``'s docstring. The expected bytes come from the
+caches of the prefill ranks' own models; in conversations of several turns, of the models that computed each row.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from attrs import frozen
 
 from ....kernels.convert import reference
+from .config import Role
 
 POISON = 0xA5
-"""What every byte of a decode pool holds before anything arrives."""
+"""What every byte of a pool holds before anything arrives."""
 
 
 @frozen
 class PlaneFile:
-    """The layout of one component of one layer in ``pool-<rank>.npy``.
+    """The layout of one component of one layer in ``pool-<role>-<rank>.npy``.
 
     Args:
         name: its name in prefill's files.
@@ -43,7 +44,7 @@ class PlaneFile:
 
 @frozen
 class PoolFile:
-    """The layout of ``pool-<rank>.npy``.
+    """The layout of ``pool-<role>-<rank>.npy``.
 
     Args:
         planes: its planes.
@@ -51,8 +52,8 @@ class PoolFile:
         tables: the pages of every request.
         slots: the slot of every request, if there are states.
         used: pages that had rows of earlier turns; bytes in them beside the rows of ``tables`` do not matter.
-        kept: for every request, runs of rows that decode computed in an earlier turn and still holds. Their bytes are
-            in ``kept-<request>-<rank>.npy``, run after run: for pools with K and V in every layer.
+        expected: the rows of each request are those of ``rows-<role>-<request>-<rank>.npy`` ``[layers, 2, heads, rows,
+            dim]``, and not of prefill's own caches: for pools with K and V in every layer.
     """
 
     planes: Sequence[PlaneFile]
@@ -60,7 +61,7 @@ class PoolFile:
     tables: Sequence[Sequence[int]]
     slots: Sequence[Sequence[int]] = ()
     used: Sequence[int] = ()
-    kept: Sequence[Sequence[tuple[int, int]]] = ()
+    expected: bool = False
 
 
 @frozen
@@ -68,8 +69,8 @@ class Checked:
     """The result of the comparison.
 
     Args:
-        nbytes: bytes that had to arrive, over all decode ranks.
-        wrong: number of them that differ from prefill's.
+        nbytes: bytes that had to be there, over all ranks of a role.
+        wrong: number of them that differ from their origin's.
         stray: other bytes that changed.
     """
 
@@ -78,29 +79,32 @@ class Checked:
     stray: int
 
 
-def check(work: Path, tokens: Sequence[int], prefills: int, pools: Sequence[PoolFile]) -> Checked:
-    """Compare every decode rank's memory in ``pool-<rank>.npy`` with what prefill left in ``own-<request>-<rank>.npz``.
+def check(work: Path, role: Role, tokens: Sequence[int], prefills: int, pools: Sequence[PoolFile]) -> Checked:
+    """Compare each rank's memory in ``pool-<role>-<rank>.npy`` with what prefill left in ``own-<request>-<rank>.npz``.
+
+    Or with the expected rows; see :class:`PoolFile`.
 
     Args:
         work: the folder.
+        role: of the ranks.
         tokens: of each request.
         prefills: how many prefill ranks there are.
-        pools: one per decode rank.
+        pools: one per rank.
     """
     nbytes = wrong = stray = 0
-    memories = [np.load(work / f"pool-{rank}.npy") for rank in range(len(pools))]
+    memories = [np.load(work / f"pool-{role}-{rank}.npy") for rank in range(len(pools))]
     expected = [np.zeros(memory.shape, bool) for memory in memories]
     for request, count in enumerate(tokens):
-        own = own_cache(work, request, prefills)
+        own = {} if pools[0].expected else own_cache(work, request, prefills)
         for rank, (pool, memory, seen) in enumerate(zip(pools, memories, expected, strict=True)):
-            kept = pool.kept[request] if pool.kept else ()
-            ours = np.load(work / f"kept-{request}-{rank}.npy") if kept else None  # [layers, 2, heads, rows, dim]
+            told = np.load(work / f"rows-{role}-{request}-{rank}.npy") if pool.expected else None
             for number, plane in enumerate(pool.planes):
-                rows = np.stack([own[plane.name, unit] for unit in range(*plane.units)], axis=1)
-                if ours is not None:
-                    rows[_rows(kept)] = ours[divmod(number, 2)].swapaxes(0, 1)
+                if told is None:
+                    rows = np.stack([own[plane.name, unit] for unit in range(*plane.units)], axis=1)
+                else:
+                    rows = np.ascontiguousarray(told[divmod(number, 2)].swapaxes(0, 1))
                 cells = rows.view(np.uint8) if plane.dtype == "float32" else _converted(rows, plane.dtype)
-                first = 0 if plane.rows else count - len(cells)
+                first = 0 if plane.rows or pool.expected else count - len(cells)
                 pages, size = (pool.slots, plane.rows) if plane.rows else (pool.tables, pool.page_size)
                 where = _addresses(plane.strides, size, pages[request], first, cells.shape)
                 nbytes += cells.size
@@ -118,10 +122,6 @@ def _converted(rows: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint
     """The bytes that the specification of conversions makes of rows."""
     cells: npt.NDArray[np.uint8] = reference.rounded(torch.from_numpy(rows), dtype).numpy()
     return cells
-
-
-def _rows(runs: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.arange(start, stop) for start, stop in runs])
 
 
 def own_cache(work: Path, request: int, prefills: int) -> dict[tuple[str, int], npt.NDArray[np.float32]]:

@@ -10,7 +10,7 @@ from ....core import Verify, check_verify
 from ....errors import ConfigurationError
 from ....geometry import CONVERSIONS
 from ....geometry.formats import SCALED
-from ....strategies import strategy
+from ....strategies import Incremental, strategy
 
 Role = Literal["prefill", "decode", "reference"]
 Injection = Literal["swap-heads", "negate"]
@@ -43,6 +43,10 @@ class DemoConfig:
         requests: number of prompts; each is the first of a conversation.
         turns: prompts per conversation. Each is the previous prompt, its answer, and ``turn_tokens`` more.
         turn_tokens: tokens that a later prompt adds.
+        both_ways: before it computes a later prompt, prefill takes the rows that it lacks from decode: of the answer,
+            and of the prompt if another instance computed that. Both directions send only what the other side lacks.
+        prefill_instances: prefill instances that take turns, each with all of prefill's processes.
+        evict: the turn before which decode gives the pages of all conversations to others; None: it never does.
         max_new_tokens: greedy tokens per prompt; prefill computes the first.
         prompt_tokens: length of the first prompt; the others are up to 127 tokens longer.
         chunk_tokens: tokens of one forward pass of prefill.
@@ -76,6 +80,9 @@ class DemoConfig:
     requests: int = 4
     turns: int = 1
     turn_tokens: int = 48
+    both_ways: bool = False
+    prefill_instances: int = 1
+    evict: int | None = None
     max_new_tokens: int = 32
     prompt_tokens: int = 384
     chunk_tokens: int = 150
@@ -102,6 +109,7 @@ class DemoConfig:
             "requests",
             "turns",
             "turn_tokens",
+            "prefill_instances",
             "max_new_tokens",
             "chunk_tokens",
             "prefill_page_size",
@@ -134,10 +142,20 @@ class DemoConfig:
                 f"inject {self.inject!r} needs 2 KV heads and 2 new tokens (the first is prefill's), "
                 f"not {self.kv_heads} and {self.max_new_tokens}"
             )
-        if self.turns > 1 and (self.model != "llama" or self.prefill_pp * self.decode_pp > 1):
-            raise ConfigurationError(f"turns {self.turns}: only the model 'llama' without a pipeline has several")
+        self._check_turns()
         if self.inject == "swap-heads" and (self.model != "llama" or self.prefill_pp > 1):
             raise ConfigurationError("inject 'swap-heads' is for the model 'llama' without a pipeline")
+
+    def _check_turns(self) -> None:
+        """Rows go back only in a conversation of several turns, which needs K and V of all tokens in every layer."""
+        if self.turns > 1 and (self.model != "llama" or self.prefill_pp * self.decode_pp > 1):
+            raise ConfigurationError(f"turns {self.turns}: only the model 'llama' without a pipeline has several")
+        if self.both_ways and self.turns < 2:
+            raise ConfigurationError("both_ways needs a second turn, for which rows go back")
+        if not self.both_ways and (self.prefill_instances != 1 or self.evict is not None):
+            raise ConfigurationError("prefill_instances and evict need both_ways")
+        if self.evict is not None and not 0 < self.evict < self.turns:
+            raise ConfigurationError(f"evict {self.evict}: a turn after turn 0, and below {self.turns}, is needed")
 
     def _check_dtype(self) -> None:
         """A cache of another dtype is shown alone: without later turns, errors on purpose, or states."""
@@ -176,6 +194,12 @@ class DemoConfig:
         return self.decode_dtype or self.kept_dtype
 
     @property
+    def selected(self) -> str:
+        """The strategy's name; where rows go both ways, each side sends what the other lacks."""
+        incremental = isinstance(strategy(self.strategy).selection, Incremental)
+        return self.strategy if incremental or not self.both_ways else f"{self.strategy}+incremental"
+
+    @property
     def rounds(self) -> bool:
         """Whether a cache has another dtype than the model's computation."""
         return (self.kept_dtype, self.decoded_dtype) != ("float32", "float32")
@@ -189,23 +213,44 @@ class DemoConfig:
         """Tokens of every prompt of a turn."""
         return tuple(n + turn * (self.max_new_tokens + self.turn_tokens) for n in self.prompt_lengths)
 
-    def lacking(self, turn: int) -> tuple[int, ...]:
-        """Tokens of every prompt of a turn that decode cannot have: all but whole pages of the turn before.
+    def kept(self, turn: int) -> tuple[int, ...]:
+        """Tokens of every prompt of a turn that decode has from the turn before: its whole pages.
 
         Of an answer, decode computes all but the last token's cache.
         """
         if turn == 0:
-            return self.prompt_lengths
-        before = (n + self.max_new_tokens - 1 for n in self.lengths(turn - 1))
+            return (0,) * self.requests
         size = self.decode_page_size
-        return tuple(n - had // size * size for n, had in zip(self.lengths(turn), before, strict=True))
+        return tuple((n + self.max_new_tokens - 1) // size * size for n in self.lengths(turn - 1))
+
+    def lacking(self, turn: int) -> tuple[int, ...]:
+        """Tokens of every prompt of a turn that decode cannot have."""
+        lengths = self.lengths(turn)
+        if turn == self.evict:
+            return lengths
+        return tuple(n - had for n, had in zip(lengths, self.kept(turn), strict=True))
+
+    def computed(self, turn: int) -> tuple[int, ...]:
+        """Tokens of every prompt of a turn that the prefill instance whose turn it is has computed or taken before."""
+        earlier = turn - self.prefill_instances
+        return self.lengths(earlier) if earlier >= 0 else (0,) * self.requests
+
+    def returned(self, turn: int) -> tuple[int, ...]:
+        """Tokens of every prompt of a turn that decode has and prefill lacks: all after prefill's whole pages."""
+        if not self.both_ways or turn in (0, self.evict):
+            return (0,) * self.requests
+        size, pairs = self.prefill_page_size, zip(self.kept(turn), self.computed(turn), strict=True)
+        return tuple(there - min(here, there) // size * size for there, here in pairs)
 
     @property
     def passes(self) -> int:
-        """Number of forward passes of prefill: each turn computes only its new tokens."""
-        before = [(0,) * self.requests, *(self.lengths(turn) for turn in range(self.turns - 1))]
-        new = (n - had for turn in range(self.turns) for n, had in zip(self.lengths(turn), before[turn], strict=True))
-        return sum(-(-n // self.chunk_tokens) for n in new)
+        """Number of forward passes of prefill: each turn computes only the tokens that neither side has."""
+        passes = 0
+        for turn in range(self.turns):
+            back = self.kept(turn) if any(self.returned(turn)) else (0,) * self.requests
+            each = zip(self.lengths(turn), self.computed(turn), back, strict=True)
+            passes += sum(-(-(n - max(here, there)) // self.chunk_tokens) for n, here, there in each)
+        return passes
 
     @property
     def members(self) -> tuple[tuple[Role, int, int], ...]:
@@ -215,13 +260,19 @@ class DemoConfig:
 
     @property
     def prefills(self) -> int:
-        """Prefill processes: stage by stage, inside a stage by tensor-parallel rank."""
-        return self.prefill_tp * self.prefill_pp
+        """Prefill processes: by instance, in it stage by stage, inside a stage by tensor-parallel rank."""
+        return self.prefill_instances * self.prefill_tp * self.prefill_pp
 
     @property
     def decodes(self) -> int:
         """Decode processes, in the same order."""
         return self.decode_tp * self.decode_pp
+
+    def ranks(self, role: Role, turn: int) -> range:
+        """The processes of a role that serve a turn: prefill instances take turns."""
+        tp, pp = self.grid(role)
+        instance = turn % self.prefill_instances if role == "prefill" else 0
+        return range(instance * tp * pp, (instance + 1) * tp * pp)
 
     def grid(self, role: Role) -> tuple[int, int]:
         """Tensor-parallel size and pipeline stages of a role."""
@@ -272,6 +323,6 @@ class Message:
 
 def steps(config: DemoConfig) -> int:
     """The number of messages other than ``failed`` of a successful demo."""
-    ranks = config.prefills + config.decodes
-    requests = config.turns * config.requests * (2 * ranks + 1)
-    return 2 * (ranks + 1) + requests
+    busy = sum(len(config.ranks(role, 0)) for role in ("prefill", "decode"))
+    requests = config.turns * config.requests * (2 * busy + 1)
+    return 2 * (config.prefills + config.decodes + 1) + requests

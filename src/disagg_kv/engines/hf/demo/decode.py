@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from attrs import define, field
+from attrs import define
 from torch.distributed.distributed_c10d import Store
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from ....endpoints import DecodeEndpoint, Expectation
+from ....endpoints import Expectation, PrefillEndpoint
 from ....geometry import PageTable
-from ....memory import PagedPool
 from ....prefix import HashPrefixIndex, PrefixCache, PrefixLease, namespace_of
 from ....strategies import Incremental, strategy
 from .. import PageAllocator, PagedHFCache
 from ..events import computed
 from . import wire
+from .expected import ExpectedRows, key_values
 from .lifetime import now
 from .member import Member
 from .model import Conversations
 from .pool import dump, heads, laid_out, shuffled
 from .results import DecodeResult, Moved
 from .stage import Stage
-
-Own = npt.NDArray[np.float32]
 
 
 @define
@@ -38,20 +33,21 @@ class _Conversation:
         lease: its pages in this turn, if prefixes are cached.
         table: its pages in this turn.
         answers: tokens generated so far.
-        kept: rows that this rank computed and still holds, with their bytes ``[layers, 2, heads, rows, dim]``.
     """
 
     lease: PrefixLease | None = None
     table: PageTable | None = None
     answers: tuple[int, ...] = ()
-    kept: list[tuple[int, Own]] = field(factory=list)
 
 
 class _Rank:
     """The work of a decode rank in each turn."""
 
-    def __init__(self, member: Member, store: Store, endpoint: DecodeEndpoint, pool: PagedPool) -> None:
+    def __init__(self, member: Member, store: Store, of: wire.Ends) -> None:
         self.config = member.config
+        assert of.receiver is not None
+        self._receiver = of.receiver
+        self._pool = pool = of.pool
         self.paged = PagedHFCache(pool, dtype="float32")
         free = PageAllocator(shuffled(self.paged.group.pages, self.config.seed + 1))
         group = self.paged.group
@@ -61,7 +57,9 @@ class _Rank:
         self.cache = None if pool.site.spec.slides() else PrefixCache(index, free, pool.site)
         self.conversations = Conversations(self.config)
         self.each = [_Conversation() for _ in range(self.config.requests)]
+        self.expected = ExpectedRows(member, heads(pool)) if self.config.turns > 1 else None
         self.rooms: list[Moved] = []
+        self.returned: list[Moved] = []
         self.held: list[int] = []
         self.used: set[int] = set()
         places = PageAllocator(shuffled(self.config.requests + 1, self.config.seed + 2))
@@ -69,25 +67,48 @@ class _Rank:
         self.slots = [] if states is None else [PageTable(states.id, places.take(1)) for _ in self.each]
         self._member = member
         self._store = store
-        self._endpoint = endpoint
-        self._pool = pool
-        self._keeps = isinstance(strategy(self.config.strategy).selection, Incremental)
+        self._keeps = isinstance(strategy(self.config.selected).selection, Incremental)
+
+    def give_back(self, turn: int, sender: PrefillEndpoint) -> None:
+        """Send the next prefill rank what it lacks of each conversation; of one that was evicted, say so."""
+        assert self.cache is not None
+        assert self.expected is not None
+        index, locks, deliveries = self.cache.index, [], []
+        if self.config.evict == turn:
+            self.free.give(index.evict(index.evictable))
+        wanted = self.config.kept(turn)
+        for request, (prompt, rows) in enumerate(zip(self.conversations.prompts, wanted, strict=True)):
+            locks.append(index.match(prompt))
+            deliveries.append(sender.open(wire.room(request, turn, back=True)))
+            there = self._agreed(f"back {request} {turn}", locks[-1].rows)
+            if there < rows:
+                deliveries[-1].abort(f"{there} of {rows} rows are left, the others were evicted")
+                continue
+            self.expected.publish(request)
+            if rows:
+                deliveries[-1].send_chunk(rows, [PageTable(self.paged.group.id, locks[-1].pages)])
+            deliveries[-1].finish(rows)
+        for _ in wire.ended(sender.poll, deliveries):
+            pass
+        for lock in locks:
+            index.unlock(lock)
+        self.returned += map(wire.moved, deliveries)
 
     def receive(self, turn: int) -> None:
         """Await the rows of every prompt that this rank does not hold."""
         receptions = []
         for request, (conversation, prompt) in enumerate(zip(self.each, self.conversations.prompts, strict=True)):
             table, held = self._begin(conversation, prompt, f"{request} {turn}")
-            receptions.append(self._endpoint.open(wire.room(request, turn), wire.SOURCE))
+            receptions.append(self._receiver.open(wire.room(request, turn), wire.source(self.config, turn)))
             state = self.slots[request : request + 1]
             receptions[-1].expect(Expectation(len(prompt), [table], held={table.group: held}, state=state, aux=request))
             self.held.append(held)
-            conversation.kept = [
-                (start, own[..., : max(held - start, 0), :]) for start, own in conversation.kept if start < held
-            ]
-        self.rooms += wire.released(self._endpoint.poll, receptions, self._member, "arrived")
-        for conversation, reception in zip(self.each, receptions, strict=True):
+        self.rooms += wire.released(self._receiver.poll, receptions, self._member, "arrived")
+        for request, (conversation, reception) in enumerate(zip(self.each, receptions, strict=True)):
             assert conversation.lease is None or conversation.lease.settle(reception)
+            if self.expected is not None:
+                held, stop = self.held[request - self.config.requests], len(self.conversations.prompts[request])
+                self.expected.received(request, held, stop, "prefill", self.config.ranks("prefill", turn))
 
     def _begin(self, conversation: _Conversation, prompt: Sequence[int], name: str) -> tuple[PageTable, int]:
         """Take pages for rows of a prompt that are not held; returns them, and the number of held rows."""
@@ -118,26 +139,21 @@ class _Rank:
             conversation.answers += tuple(generated)
             if turn < config.turns - 1:
                 assert conversation.lease is not None
-                self._keep(conversation, conversation.lease, [*prompt, *generated[:-1]], len(prompt), cache)
+                self._keep(conversation.lease, [*prompt, *generated[:-1]], len(prompt), cache)
+                if self.expected is not None:
+                    self.expected.computed(request, len(prompt), cache)
                 if self._member.rank == 0:
-                    wire.publish_answer(self._store, request, turn, generated)
+                    answer = wire.Answer(tuple(generated), config.kept(turn + 1)[request])
+                    wire.publish_answer(self._store, request, turn, answer)
                 self.conversations.answered(request, turn, generated)
             self._member.notify("decoded")
 
-    def _keep(
-        self, conversation: _Conversation, lease: PrefixLease, tokens: list[int], start: int, cache: Cache
-    ) -> None:
+    def _keep(self, lease: PrefixLease, tokens: list[int], start: int, cache: Cache) -> None:
         """Write the rows from ``start`` on, which ``cache`` has, into pages that the next turn may hold."""
         table = lease.grow(len(tokens))
-        own = []
         for layer, of in enumerate(cache.layers):
-            assert isinstance(of, DynamicLayer)
-            assert of.keys is not None
-            assert of.values is not None
-            keys, values = of.keys[:, :, start:], of.values[:, :, start:]
+            keys, values = (one[:, :, start:] for one in key_values(of))
             self.paged.write(layer, table, start, keys, values)
-            own.append(torch.cat((keys, values)))
-        conversation.kept.append((start, torch.stack(own).cpu().numpy()))
         self.used.update(table.pages.tolist())
         lease.end(tokens, computed(self._member.device))
 
@@ -146,26 +162,24 @@ def run(member: Member, store: Store) -> None:
     """For each turn: await every prompt's cache, then generate."""
     config = member.config
     stage = Stage(member, store)
-    with wire.decode(member, store) as (endpoint, pool):
-        rank = _Rank(member, store, endpoint, pool)
+    with wire.ends(member, store) as of:
+        rank = _Rank(member, store, of)
         member.notify("ready")
         ready = arrived = now()
         for turn in range(config.turns):
+            if turn and of.sender is not None:
+                rank.give_back(turn, of.sender)
             rank.receive(turn)
             arrived = now()
             rank.generate(stage, turn)
         ended = now()
-        member.save("pool", dump(pool))
-        for request, conversation in enumerate(rank.each):
-            if conversation.kept:
-                member.save(f"kept-{request}", np.concatenate([own for _, own in conversation.kept], axis=3))
+        member.save("pool", dump(of.pool))
+        if rank.expected is not None:
+            rank.expected.publish_all()
         tables = [conversation.table for conversation in rank.each if conversation.table is not None]
-        kept = [_runs(conversation.kept) for conversation in rank.each]
-        layout = laid_out(pool, tables, rank.slots, sorted(rank.used), kept)
+        layout = laid_out(of.pool, tables, rank.slots, sorted(rank.used), expected=rank.expected is not None)
         tokens = tuple(conversation.answers for conversation in rank.each)
-        rooms, held = tuple(rank.rooms), tuple(rank.held)
-        member.leave(DecodeResult(os.getpid(), heads(pool), ready, arrived, ended, tokens, rooms, held, layout))
-
-
-def _runs(kept: Iterable[tuple[int, Own]]) -> list[tuple[int, int]]:
-    return [(start, start + own.shape[3]) for start, own in kept]
+        rooms, returned, held = tuple(rank.rooms), tuple(rank.returned), tuple(rank.held)
+        member.leave(
+            DecodeResult(os.getpid(), heads(of.pool), ready, arrived, ended, tokens, rooms, returned, held, layout)
+        )

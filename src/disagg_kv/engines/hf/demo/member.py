@@ -28,8 +28,13 @@ class Member:
         job: the demo.
         role: its role.
         rank: its rank in that role.
-        world: number of ranks in that role: pipeline stage by stage, inside a stage by tensor-parallel rank.
+        world: number of ranks in that role: instance by instance, in it pipeline stage by stage, inside a stage by
+            tensor-parallel rank.
         send: sends one message to the parent.
+
+    Attributes:
+        instance: the number of its instance in that role.
+        place: its rank in the instance.
     """
 
     def __init__(self, job: Job, role: Role, rank: int, world: int, send: Callable[[Message], None]) -> None:
@@ -39,7 +44,8 @@ class Member:
         self.rank = rank
         self.world = world
         self.tp, self.pp = job.config.grid(role)
-        self.stage, self.tp_rank = divmod(rank, self.tp)
+        self.instance, self.place = divmod(rank, self.tp * self.pp)
+        self.stage, self.tp_rank = divmod(self.place, self.tp)
         self.work = Path(job.work)
         self.model = self.work / "model"
         self.observer = Silent() if job.config.trace is None else Recorder()
@@ -58,7 +64,7 @@ class Member:
         torch.set_num_threads(1)
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-        _join(self.tp_rank, self.tp, PrefixStore(f"group-{self.role}-{self.stage}", store), self.device)
+        _join(self.tp_rank, self.tp, PrefixStore(f"group-{self.role}-{self.instance}-{self.stage}", store), self.device)
         try:
             with torch.inference_mode():
                 yield store
@@ -74,8 +80,8 @@ class Member:
         wait_for(store, "all met")
 
     def save(self, name: str, array: npt.NDArray[np.generic]) -> None:
-        """Leave an array as ``name-<rank>.npy``."""
-        np.save(self.work / f"{name}-{self.rank}.npy", array)
+        """Leave an array as ``name-<role>-<rank>.npy``."""
+        np.save(self.work / f"{name}-{self.role}-{self.rank}.npy", array)
 
     def leave(self, result: object) -> None:
         """Write the result to ``<role>-<rank>.json``, and the trace to a file beside it."""

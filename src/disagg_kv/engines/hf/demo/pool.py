@@ -75,9 +75,10 @@ def dump(pool: PagedPool) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def laid_out(
     pool: PagedPool,
     tables: Sequence[PageTable],
-    slots: Sequence[PageTable],
+    slots: Sequence[PageTable] = (),
     used: Sequence[int] = (),
-    kept: Sequence[Sequence[tuple[int, int]]] = (),
+    *,
+    expected: bool = False,
 ) -> PoolFile:
     """The layout of the pages of ``tables`` and of the ``slots`` in a :func:`dump`; see :class:`PoolFile`."""
     site = pool.site
@@ -90,7 +91,7 @@ def laid_out(
         of = component.rows, component.window, component.dtype
         planes.append(PlaneFile(name, (units.start, units.stop), *of, strides))
     pages, places = ([table.pages.tolist() for table in of] for of in (tables, slots))
-    return PoolFile(planes, site.token_groups[0].rows_per_page, pages, places, used, kept)
+    return PoolFile(planes, site.token_groups[0].rows_per_page, pages, places, used, expected)
 
 
 def name_of(layer: LayerId, component: Component) -> str:

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from ....geometry import item_bytes
 from .check import Checked
 from .config import DemoConfig, Role
-from .results import Moved, Results
+from .results import DecodeResult, Moved, PrefillResult, Results
 
 
 @frozen
@@ -42,12 +42,16 @@ class TurnReport:
         held_tokens: tokens of them that every decode rank already held.
         kv_bytes: bytes of cache that prefill sent.
         kv_bytes_ideal: bytes that decode cannot have had: those of all tokens after the previous turn's whole pages.
+        returned_bytes: bytes of cache that decode sent back before prefill computed this prompt.
+        returned_bytes_ideal: of the rows that decode had, those after prefill's own whole pages.
     """
 
     prompt_tokens: int
     held_tokens: int
     kv_bytes: int
     kv_bytes_ideal: int
+    returned_bytes: int
+    returned_bytes_ideal: int
 
 
 @frozen
@@ -56,12 +60,14 @@ class Report:
 
     Args:
         tokens_equal: every decode rank generated the tokens of one process with the whole model.
-        wrong_bytes: bytes in decode's pages that differ from prefill's.
-        stray_bytes: bytes of decode's memory, outside those rows, that changed.
+        wrong_bytes: bytes in decode's pages that differ from prefill's; where rows go both ways, in prefill's, too.
+        stray_bytes: bytes of that memory, outside those rows, that changed.
         requests: number of conversations.
         prompt_tokens: tokens of all prompts of all turns.
         new_tokens: tokens generated per prompt.
         kv_bytes: bytes of cache that prefill sent, over all ranks and turns.
+        returned_bytes: bytes of cache that decode sent back, over all ranks and turns.
+        evicted: prompts before which decode had no rows to send back, as it had evicted them.
         kv_bytes_unconverted: the same in the dtype of prefill's cache.
         descriptors: writes that prefill posted.
         descriptors_slice: writes that the path ``slice`` would post: one per token and head slice.
@@ -91,6 +97,8 @@ class Report:
     prompt_tokens: int
     new_tokens: int
     kv_bytes: int
+    returned_bytes: int
+    evicted: int
     kv_bytes_unconverted: int
     descriptors: int
     descriptors_slice: int
@@ -118,13 +126,15 @@ class Report:
         return self.tokens_equal and self.wrong_bytes == 0 and self.stray_bytes == 0
 
 
-def assemble(config: DemoConfig, results: Results, checked: Checked, started: float, check_s: float) -> Report:
+def assemble(
+    config: DemoConfig, results: Results, checked: Sequence[Checked], started: float, check_s: float
+) -> Report:
     """Assemble the report from the results of the processes and of the comparison.
 
     Args:
         config: the demo.
         results: the results of the processes.
-        checked: the comparison.
+        checked: the comparisons.
         started: start of the parent, on the processes' clock.
         check_s: seconds that the comparison took.
     """
@@ -144,12 +154,14 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
     kv_bytes = sum(turn.kv_bytes for turn in turns)
     return Report(
         tokens_equal=all(rank.tokens == results.reference.tokens for rank in results.decode),
-        wrong_bytes=checked.wrong,
-        stray_bytes=checked.stray,
+        wrong_bytes=sum(of.wrong for of in checked),
+        stray_bytes=sum(of.stray for of in checked),
         requests=config.requests,
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         new_tokens=config.max_new_tokens,
         kv_bytes=kv_bytes,
+        returned_bytes=sum(turn.returned_bytes for turn in turns),
+        evicted=sum(rank.evicted for rank in results.prefill) // len(config.ranks("prefill", 0)),
         kv_bytes_unconverted=kv_bytes * item_bytes(config.kept_dtype) // item_bytes(config.decoded_dtype),
         descriptors=sum(room.descriptors for room in sent),
         descriptors_slice=results.reference.descriptors_slice,
@@ -169,23 +181,34 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         phases={name: round(seconds, 6) for name, seconds in phases.items()},
         gb_per_s=round(kv_bytes / wire / 1e9, 3) if wire else 0.0,
         ranks=(
-            *(_rank("prefill", rank, of.pid, of.heads, of.rooms) for rank, of in enumerate(results.prefill)),
-            *(_rank("decode", rank, of.pid, of.heads, of.rooms) for rank, of in enumerate(results.decode)),
+            *(_rank("prefill", rank, of.pid, of.heads, _all(of)) for rank, of in enumerate(results.prefill)),
+            *(_rank("decode", rank, of.pid, of.heads, _all(of)) for rank, of in enumerate(results.decode)),
             _rank("reference", 0, results.reference.pid, tuple(range(config.kv_heads)), ()),
         ),
         turns=turns,
     )
 
 
+def _all(of: PrefillResult | DecodeResult) -> tuple[Moved, ...]:
+    """Its rooms in both directions."""
+    return (*of.rooms, *of.returned)
+
+
 def _turn(config: DemoConfig, results: Results, turn: int) -> TurnReport:
     of = slice(turn * config.requests, (turn + 1) * config.requests)
+    busy = [results.prefill[rank] for rank in config.ranks("prefill", turn)]
+    first = turn // config.prefill_instances * config.requests
+    back = max(0, turn - 1) * config.requests
+    there = results.decode if turn else ()
     size = item_bytes(config.decoded_dtype)
     row_bytes = config.layers * 2 * config.kv_heads * config.head_dim * size
     return TurnReport(
         prompt_tokens=sum(config.lengths(turn)),
         held_tokens=sum(min(held) for held in zip(*(rank.held[of] for rank in results.decode), strict=True)),
-        kv_bytes=sum(room.nbytes for rank in results.prefill for room in rank.rooms[of]),
+        kv_bytes=sum(room.nbytes for rank in busy for room in rank.rooms[first : first + config.requests]),
         kv_bytes_ideal=row_bytes * sum(config.lacking(turn)),
+        returned_bytes=sum(room.nbytes for rank in there for room in rank.returned[back : back + config.requests]),
+        returned_bytes_ideal=row_bytes * sum(config.returned(turn)),
     )
 
 

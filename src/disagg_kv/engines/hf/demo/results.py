@@ -40,7 +40,10 @@ class PrefillResult:
         heads: the KV heads it holds.
         ready: the time at which it could begin.
         ended: the end of its last forward pass.
-        rooms: its rooms, per request, turn after turn.
+        rooms: its rooms to decode, per request, turn after turn.
+        returned: its rooms from decode, in the same order.
+        evicted: how many of those decode gave up, as it had evicted the rows.
+        pool: the layout of its pages in ``pool-prefill-<rank>.npy``, if rows came back.
     """
 
     pid: int
@@ -48,6 +51,9 @@ class PrefillResult:
     ready: float
     ended: float
     rooms: tuple[Moved, ...]
+    returned: tuple[Moved, ...]
+    evicted: int
+    pool: PoolFile | None
 
 
 @frozen
@@ -61,9 +67,10 @@ class DecodeResult:
         arrived: the arrival of the last request's cache.
         ended: the time of the last token.
         tokens: per request, the answers of all turns.
-        rooms: its rooms, per request, turn after turn.
+        rooms: its rooms from prefill, per request, turn after turn.
+        returned: its rooms to prefill, in the same order.
         held: tokens that it held, per request, turn after turn.
-        pool: the layout of its pages in ``pool-<rank>.npy``.
+        pool: the layout of its pages in ``pool-decode-<rank>.npy``.
     """
 
     pid: int
@@ -73,6 +80,7 @@ class DecodeResult:
     ended: float
     tokens: tuple[tuple[int, ...], ...]
     rooms: tuple[Moved, ...]
+    returned: tuple[Moved, ...]
     held: tuple[int, ...]
     pool: PoolFile
 

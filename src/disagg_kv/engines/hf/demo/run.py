@@ -71,8 +71,12 @@ def run_demo(config: DemoConfig, on_message: Callable[[Message], None] = lambda 
         results = Results.read(work, config)
         if config.trace is not None:
             Path(config.trace).write_text(json.dumps(chrome_trace(_traces(work, config))))
-        pools = [rank.pool for rank in results.decode]
-        checked = check(work, config.lengths(config.turns - 1), config.prefills, pools)
+        tokens = config.lengths(config.turns - 1)
+        there = [rank.pool for rank in results.decode]
+        back = [rank.pool for rank in results.prefill if rank.pool is not None]
+        checked = [check(work, "decode", tokens, config.prefills, there)]
+        if back:
+            checked.append(check(work, "prefill", tokens, config.prefills, back))
         return assemble(config, results, checked, started, now() - checking)
 
 

@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
+import msgspec
+from attrs import frozen
 from torch.distributed.distributed_c10d import Store
 
 from ....channels import ZmqChannel
 from ....core import Options, Phase
 from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
-from ....errors import PeerLostError
+from ....errors import AbortedError, PeerLostError
 from ....ids import RoomId
 from ....memory import PagedPool
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
-from ....transports import between_processes
+from ....transports import Transports, between_processes
 from .config import DemoConfig, Kind
 from .inject import WrongGather
 from .member import Member, wait_for
 from .pool import make_pool, shards_of
 from .results import Moved
 
-SOURCE = Source("prefill")
-"""Where every request's cache comes from."""
+H = TypeVar("H", bound=Handle)
+
+DECODE = "decode"
+"""The instance that awaits every request's cache."""
+
+BACK = " back"
+"""Ends the names of the instances that take part in what goes from decode to prefill."""
 
 PAUSE_S = 0.001
 """Seconds between two polls of the handles; an engine would poll once per scheduler step."""
 
 
-def room(request: int, turn: int) -> RoomId:
+def source(config: DemoConfig, turn: int) -> Source:
+    """Where every request's cache comes from in a turn."""
+    return Source(_prefill(turn % config.prefill_instances))
+
+
+def _prefill(instance: int) -> str:
+    return f"prefill {instance}"
+
+
+def room(request: int, turn: int, *, back: bool = False) -> RoomId:
     """The room id of a request; both sides know it beforehand, as from a router."""
-    return RoomId(f"request-{request}-{turn}".encode())
+    return RoomId(f"{'back' if back else 'request'}-{request}-{turn}".encode())
 
 
-def publish_answer(store: Store, request: int, turn: int, tokens: Sequence[int]) -> None:
+@frozen
+class Answer:
+    """What decode answers, and where its rows are, which the next turn's prefill needs; a router would pass it on.
+
+    Args:
+        tokens: the answer.
+        rows: leading rows of prompt and answer that decode has.
+        source: the instance that sends them.
+    """
+
+    tokens: tuple[int, ...]
+    rows: int
+    source: str = DECODE + BACK
+
+
+_ANSWER = msgspec.json.Decoder(Answer)
+
+
+def publish_answer(store: Store, request: int, turn: int, answer: Answer) -> None:
     """Publish an answer for the next turn's prefill, as a client would."""
-    store.set(f"answer {request} {turn}", json.dumps(list(tokens)))
+    store.set(f"answer {request} {turn}", msgspec.json.encode(answer).decode())
+
+
+def answer(store: Store, request: int, turn: int) -> Answer:
+    """Wait for an answer."""
+    return _ANSWER.decode(wait_for(store, f"answer {request} {turn}"))
 
 
 def publish_own(store: Store, rank: int) -> None:
@@ -52,66 +91,83 @@ def await_own(store: Store, prefills: int) -> None:
         wait_for(store, f"own {rank}")
 
 
-def answer(store: Store, request: int, turn: int) -> list[int]:
-    """Wait for an answer."""
-    tokens: list[int] = json.loads(wait_for(store, f"answer {request} {turn}"))
-    return tokens
+@frozen
+class Ends:
+    """What a rank moves rows with.
+
+    Args:
+        pool: its pages.
+        sender: None: a decode rank that only receives.
+        receiver: None: a prefill rank that only sends.
+    """
+
+    pool: PagedPool
+    sender: PrefillEndpoint | None
+    receiver: DecodeEndpoint | None
 
 
 @contextmanager
-def prefill(
-    member: Member, store: Store, wrong: WrongGather | None = None
-) -> Iterator[tuple[PrefillEndpoint, PagedPool]]:
-    """This rank's sender, and its pages; ``wrong`` in place of the right kernels, where something is to go wrong."""
-    config = member.config
+def ends(member: Member, store: Store, wrong: WrongGather | None = None) -> Iterator[Ends]:
+    """This rank's endpoints, and its pages; ``wrong`` in place of the right kernels, where something is to go wrong.
+
+    Where rows go both ways, a rank has two endpoints over the same pages, each with transports of its own. Peers write
+    to what the receiver's transports have allocated.
+    """
+    config, prefill = member.config, member.role == "prefill"
+    page_size = config.prefill_page_size if prefill else config.decode_page_size
+    name = _prefill(member.instance) if prefill else DECODE
     carrier = between_processes(config.transport, member.device)
-    pool = make_pool(config, member.role, member.rank, config.prefill_page_size, carrier, member.device)
-    endpoint = PrefillEndpoint(
+    pool = make_pool(config, member.role, member.place, page_size, carrier, member.device)
+    sender, receiver = None, None
+    with ExitStack() as closing:
+        if not prefill or config.both_ways:
+            receiver = _receiver(member, store, pool, carrier, name + BACK if prefill else name)
+            closing.callback(receiver.close)
+        if prefill or config.both_ways:
+            if receiver is not None:
+                carrier = between_processes(config.transport, member.device)
+            sender = _sender(member, store, pool, carrier, name if prefill else name + BACK, wrong)
+            closing.callback(sender.close)
+        yield Ends(pool, sender, receiver)
+        member.meet(store)
+
+
+def _sender(
+    member: Member, store: Store, pool: PagedPool, carrier: Transports, instance: str, wrong: WrongGather | None
+) -> PrefillEndpoint:
+    config = member.config
+    return PrefillEndpoint(
         pool,
         transport=carrier,
         channel=ZmqChannel(),
         rendezvous=StoreRendezvous(store),
-        instance=SOURCE.instance,
-        rank=member.rank,
+        instance=instance,
+        rank=member.place,
         shards=shards_of(config, member.role),
-        strategy=config.strategy,
+        strategy=config.selected,
         schedule=_schedule(config),
         observer=member.observer,
         options=_options(config),
         verify=config.verify,
         kernels=wrong,
     )
-    try:
-        yield endpoint, pool
-        member.meet(store)
-    finally:
-        endpoint.close()
 
 
-@contextmanager
-def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, PagedPool]]:
-    """This rank's receiver, and its pages."""
+def _receiver(member: Member, store: Store, pool: PagedPool, carrier: Transports, instance: str) -> DecodeEndpoint:
     config = member.config
-    carrier = between_processes(config.transport, member.device)
-    pool = make_pool(config, member.role, member.rank, config.decode_page_size, carrier, member.device)
-    endpoint = DecodeEndpoint(
+    return DecodeEndpoint(
         pool,
         transport=carrier,
         channel=ZmqChannel(),
         rendezvous=StoreRendezvous(store),
-        instance="decode",
-        rank=member.rank,
+        instance=instance,
+        rank=member.place,
         shards=shards_of(config, member.role),
-        strategy=config.strategy,
+        strategy=config.selected,
         observer=member.observer,
         options=_options(config),
         verify=config.verify,
     )
-    try:
-        yield endpoint, pool
-        member.meet(store)
-    finally:
-        endpoint.close()
 
 
 def _options(config: DemoConfig) -> Options:
@@ -146,15 +202,27 @@ def released(
     Raises:
         DisaggKVError: the reason why a room failed.
     """
+    for handle in ended(poll, handles):
+        _check(handle)
+        member.notify(kind)
+    return tuple(map(moved, handles))
+
+
+def ended(poll: Callable[[], Sequence[H]], handles: Collection[H]) -> Iterator[H]:
+    """Wait until all rooms are released; yields each that is, also one that the other side has given up.
+
+    Raises:
+        DisaggKVError: another reason why a room failed.
+    """
     waiting = set(handles)
     while waiting:
         for handle in poll():
-            _check(handle)
-            if handle.released:
+            if not isinstance(handle.error, AbortedError):
+                _check(handle)
+            if handle.released and handle in waiting:
                 waiting.discard(handle)
-                member.notify(kind)
+                yield handle
         time.sleep(PAUSE_S)
-    return tuple(_moved(handle) for handle in handles)
 
 
 def _check(handle: Handle) -> None:
@@ -162,6 +230,7 @@ def _check(handle: Handle) -> None:
         raise handle.error or PeerLostError(f"{handle.room.decode()} failed")
 
 
-def _moved(handle: Handle) -> Moved:
+def moved(handle: Handle) -> Moved:
+    """The endpoint's report of a room."""
     report = handle.report
     return Moved(report.nbytes, report.descriptors, report.path, report.transport, dict(report.seconds))
