@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from .sglang_servers import Router, Server, sampling, serve
+from .sglang_servers import ROOT, Router, Server, on_cpu, sampling, serve
 
 pytest.importorskip("sglang", reason="SGLang is not installed: nox -s engines_sglang installs it")
 pytestmark = pytest.mark.timeout(900)
@@ -269,6 +272,41 @@ def test_prefill_is_killed_and_started_again(servers: Start, tokens_of: TokensOf
     again = servers("again", "prefill", bootstrap=prefill.bootstrap).ready()
     assert serve(again, decode, 3, prompt(70), COUNT)[1]["output_ids"] == tokens_of(prompt(70))
     all_free(decode)
+
+
+def test_a_prefill_server_that_ends_within_a_step_is_no_question_of_ranks() -> None:
+    """SGLang looks it up twice in a step. If it is there first and then not, SGLang asks which rank has a request.
+
+    No bootstrap server of this backend answers that, so the decode server would end.
+    """
+    command = f"from {__name__} import look_twice; look_twice()"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", command], env=on_cpu(), cwd=ROOT / "tests", check=True)
+
+
+def look_twice() -> None:
+    """SGLang's own step, with a prefill server that is lost after the first look."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    from disagg_kv.engines.sglang.bootstrap import _Place
+    from disagg_kv.engines.sglang.plugin import DisaggKVManager
+    from disagg_kv.engines.sglang.rooms import Side
+    from disagg_kv.rendezvous import Source
+
+    source, left = Source("sglang prefill", ("unix:///a",)), [SimpleNamespace(instance="sglang prefill", state="idle")]
+    endpoint: Any = SimpleNamespace(closed=False, peers=lambda: [left.pop()] if left else [])
+    manager = object.__new__(DisaggKVManager)
+    manager.side = Side(endpoint, 1)
+    manager.prefill_info_table = manager
+    manager.side.directory._places["127.0.0.1:8998"] = _Place((source,))
+    manager.side._met[source.instance] = 1
+    queue: Any = object.__new__(DecodePreallocQueue)
+    queue.kv_manager, queue._prefill_dp_rank_queries = manager, {}
+    request = SimpleNamespace(
+        bootstrap_host="127.0.0.1", bootstrap_port=8998, bootstrap_room=1, disagg_prefill_dp_rank=None
+    )
+    queue.pending_reqs = [SimpleNamespace(req=request)]
+    queue.prefetch_prefill_dp_rank_queries()
+    assert not queue._prefill_dp_rank_queries
 
 
 def test_bad_requests_end_in_a_named_error(plain: tuple[Server, Server], tokens_of: TokensOf) -> None:

@@ -329,7 +329,7 @@ class Decode(Server):
                 side.kept.pop(request.name, None)
                 room.clear()
         for request in list(self.pending):
-            if all(self.where(side, BOOTSTRAP) and side.sources_at(BOOTSTRAP) for side in self.sides):
+            if all(self.where(side, BOOTSTRAP) and side.directory.get(BOOTSTRAP) for side in self.sides):
                 self.pending.remove(request)
                 for room in request.rooms:
                     room.init(0)

@@ -102,8 +102,8 @@ class DisaggKVManager(BaseKVManager):
         announce(self._host, self._port, self._source, *_data_parallel())
 
     def get(self, bootstrap_addr: str) -> PrefillInfo | None:
-        """As SGLang's table of prefill servers: the one of a bootstrap server, if it is known and alive."""
-        count = len(self.side.sources_at(bootstrap_addr))
+        """As SGLang's table of prefill servers: the one of a bootstrap server, if it is known."""
+        count = len(self.side.directory.get(bootstrap_addr))
         return PrefillInfo(count) if count else None
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:

@@ -110,21 +110,21 @@ class Side:
         room = self.kept.get(number)
         return room is None or not room.exposed
 
-    def sources_at(self, address: str) -> tuple[Source, ...]:
-        """The prefill instances at a bootstrap address; empty: not known, or one is in doubt. Changes nothing.
+    def forget_doubtful(self, address: str) -> None:
+        """Forget the prefill instances at a bootstrap address if one of them has lost a process: another may be there.
 
-        An instance is in doubt once a process of it is lost: another one may be there.
+        Only here, in :meth:`ensure` and in :meth:`lost` an address that is known becomes unknown: between two of its
+        questions SGLang's scheduler relies on the first answer.
         """
-        sources = self.directory.get(address)
-        return () if any(map(self._doubts, sources)) else sources
+        for source in filter(self._doubts, self.directory.get(address)):
+            self.lost(source)
 
     def ensure(self, address: str) -> bool:
         """Ask the bootstrap server for instances that are not known, or in doubt; False: call again later.
 
         What it answers is believed until a request has failed or succeeded.
         """
-        for source in filter(self._doubts, self.directory.get(address)):
-            self.lost(source)
+        self.forget_doubtful(address)
         return self.directory.ensure(address)
 
     def _doubts(self, source: Source) -> bool:
@@ -349,6 +349,7 @@ class ReceiverRoom(Room):
 
     def __init__(self, side: Side, address: str, number: int | None) -> None:
         super().__init__(side, number)
+        side.forget_doubtful(address)
         self._address = address
         self._source: Source | None = None
         self._expects = False

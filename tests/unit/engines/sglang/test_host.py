@@ -111,7 +111,7 @@ def transferred(given: dict[str, Any]) -> Source:
     try:
         announce("0.0.0.0", server.port, source)
         wait(lambda: decode.directory.ensure(address), lambda: str(decode.directory.problem(address)))
-        assert decode.sources_at(address) == (source,)
+        assert decode.directory.get(address) == (source,)
         sender, receiver = SenderRoom(prefill, NANOSECONDS), ReceiverRoom(decode, address, NANOSECONDS)
         receiver.asked(range(7), None)
         receiver.init(0)
