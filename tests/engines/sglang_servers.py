@@ -110,6 +110,8 @@ class Server:
             **ARGUMENTS, "model-path": str(model), "port": self.port, "nccl-port": self._nccl, "page-size": 1,
             **{name.replace("_", "-"): value for name, value in args.items()},
         }  # fmt: skip
+        if "dp-size" in given:  # each replica needs a port of its own, and finds one
+            del given["nccl-port"]
         if mode != "null":
             given |= {"disaggregation-mode": mode, "disaggregation-transfer-backend": backend}
             given["disaggregation-bootstrap-port"] = self.bootstrap

@@ -76,7 +76,9 @@ class BootstrapServer:
                 elif not length.isdecimal() or int(length) > MOST_BYTES:
                     self._answer(413, b"")
                 else:
-                    kept[int(place[1])], count = self.rfile.read(int(length)), int(place[2])
+                    content = self.rfile.read(int(length))
+                    count = int(place[2])  # first: else one of several is all that there are, to who asks in between
+                    kept[int(place[1])] = content
                     self._answer(204, b"")
 
             def _answer(self, status: int, content: bytes) -> None:

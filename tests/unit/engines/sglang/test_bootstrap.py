@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +20,9 @@ from disagg_kv.engines.sglang.bootstrap import MOST_BYTES, BootstrapServer, Dire
 from disagg_kv.errors import ConfigurationError, PeerLostError
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 SOURCE = Source("sglang host 1", ("unix:///a", "unix:///b"))
 
@@ -71,6 +75,33 @@ def test_the_instances_of_a_server_are_found_once_all_have_registered(
     assert directory.get(address) == (SOURCE, other)
     directory.forget(other.instance)
     assert not directory.get(address)
+
+
+def test_nobody_sees_one_of_several_instances_alone(server: BootstrapServer) -> None:
+    """Asked at every instruction with which the server takes the description of one of two."""
+    seen: list[int] = []
+    answers = threading.Event()
+
+    def trace(frame: FrameType, event: str, arg: object) -> TraceFunction | None:
+        if frame.f_code.co_name == "_answer" and frame.f_back is not None and frame.f_back.f_code.co_name == "do_PUT":
+            answers.set()
+        if frame.f_code.co_name != "do_PUT" or answers.is_set():
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen.append(ask(server, "GET", "/instance"))
+        return trace
+
+    before = threading.gettrace()
+    threading.settrace(trace)
+    try:
+        assert ask(server, "PUT", "/instance/1/2", b"{}") == 204
+    finally:
+        threading.settrace(before)
+    assert len(seen) > 50
+    assert set(seen) == {404}
+    assert ask(server, "PUT", "/instance/0/2", b"{}") == 204
+    assert ask(server, "GET", "/instance") == 200
 
 
 def test_an_instance_that_is_lost_is_asked_for_again(server: BootstrapServer, directory: Directory) -> None:
