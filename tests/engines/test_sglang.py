@@ -347,6 +347,7 @@ def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server
     [
         ({"strategy": "direct"}, {}, "a network reads pages"),
         ({"stratgy": "auto"}, {}, "stratgy"),
+        ({}, {"allow_auto_truncate": True}, "automatic truncation (each server would cut"),
     ],
 )
 def test_a_wrong_option_is_named_at_the_start(

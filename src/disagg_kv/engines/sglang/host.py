@@ -139,6 +139,7 @@ REASONS: Mapping[str, str] = {
     "hierarchical cache": "decode would also take rows from host memory, of which the backend is not told",
     "KV checksums": "they compare equal layouts alone; set the option verify instead",
     "role switch": "an endpoint keeps its side",
+    "automatic truncation": "each server would cut a prompt at a length of its own",
     "several tokenizer workers": "each would start a bootstrap server",
     "allocation on decode after prefill": "prefill would have to keep rows for which decode has no pages",
     "hierarchical sparse attention": "its pages are in host memory",

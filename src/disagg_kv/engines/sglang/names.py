@@ -23,7 +23,7 @@ NAMES: Mapping[str, Sequence[str]] = {
         "ServerArgs.disaggregation_bootstrap_port", "ServerArgs.disaggregation_enable_kv_checksum",
         "ServerArgs.enable_pd_role_switch",
         "ServerArgs.disaggregation_decode_allocation_policy", "ServerArgs.json_model_override_args",
-        "ServerArgs.revision", "ServerArgs.enable_memory_saver",
+        "ServerArgs.revision", "ServerArgs.enable_memory_saver", "ServerArgs.allow_auto_truncate",
     ),
     "sglang.srt.disaggregation.utils": (
         "TransferBackend", "KVClassType.MANAGER", "KVClassType.SENDER", "KVClassType.RECEIVER",

@@ -136,6 +136,7 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
             "hierarchical cache": server_args.enable_hierarchical_cache,
             "KV checksums": disagg.disaggregation_enable_kv_checksum,
             "role switch": disagg.enable_pd_role_switch,
+            "automatic truncation": server_args.allow_auto_truncate,
             "several tokenizer workers": server_args.tokenizer_worker_num > 1,
             "allocation on decode after prefill": disagg.disaggregation_decode_allocation_policy != "early",
             "hierarchical sparse attention": server_args.enable_hisparse,
