@@ -70,6 +70,12 @@ def ask(port: int, method: str, path: str, body: object = None) -> Any:
         return content.decode()
 
 
+def on_cpu() -> dict[str, str]:
+    """Variables of a process that imports SGLang on a CPU."""
+    paths = [str(ON_CPU), str(ROOT / "src"), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+
+
 class Server:
     """A process group that runs ``sglang.launch_server``.
 
@@ -104,6 +110,8 @@ class Server:
             **ARGUMENTS, "model-path": str(model), "port": self.port, "nccl-port": self._nccl, "page-size": 1,
             **{name.replace("_", "-"): value for name, value in args.items()},
         }  # fmt: skip
+        if "dp-size" in given:  # each replica needs a port of its own, and finds one
+            del given["nccl-port"]
         if mode != "null":
             given |= {"disaggregation-mode": mode, "disaggregation-transfer-backend": backend}
             given["disaggregation-bootstrap-port"] = self.bootstrap
@@ -112,13 +120,12 @@ class Server:
             for name, value in given.items()
             for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
         ]
-        paths = [str(ON_CPU), str(ROOT / "src"), os.environ.get("PYTHONPATH")]
         env = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1", "DISAGG_KV_SGLANG": json.dumps(dict(options or {})), **(environment or {}),
+            **on_cpu(), "OMP_NUM_THREADS": "1", "DISAGG_KV_SGLANG": json.dumps(dict(options or {})),
+            **(environment or {}),
         }  # fmt: skip
-        if (tp := int(given.get("tp-size", 1))) > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core % (os.cpu_count() or 1)) for core in range(tp))
+        if (ranks := int(given.get("tp-size", 1)) * int(given.get("dp-size", 1))) > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core % (os.cpu_count() or 1)) for core in range(ranks))
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [python, "-W", "ignore", "-m", "sglang.launch_server", *words],

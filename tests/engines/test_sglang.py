@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from .sglang_servers import Router, Server, sampling, serve
+from .sglang_servers import ROOT, Router, Server, on_cpu, sampling, serve
 
 pytest.importorskip("sglang", reason="SGLang is not installed: nox -s engines_sglang installs it")
 pytestmark = pytest.mark.timeout(900)
@@ -92,8 +95,11 @@ def all_free(*servers: Server) -> None:
 
 
 def sent_bytes(server: Server) -> list[int]:
-    """Bytes of each request, from the prefill server's log."""
-    return [int(found) for found in re.findall(r"room \d+ is sent: (\d+) bytes", server.log.read_text())]
+    """Bytes of each request from all ranks, from the prefill server's log."""
+    found: dict[str, int] = {}
+    for room, nbytes in re.findall(r"room (\d+) is sent: (\d+) bytes", server.log.read_text()):
+        found[room] = found.get(room, 0) + int(nbytes)
+    return list(found.values())
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
@@ -140,6 +146,61 @@ def test_a_decode_server_keeps_a_float8_cache(
     all_free(decode)
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_prefill_copies_into_decodes_pages(
+    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int
+) -> None:
+    """Where decode's pages can be mapped: SGLang keeps those of a failed request until no copy goes there.
+
+    A third of the requests are aborted at any time, and their pages are used again.
+    """
+    shared = {"SGLANG_CPU_SHARED": "1"}
+    options = {"verify": "full", "total_s": 30}
+    prefill, decode = pair(
+        servers,
+        {"tp_size": prefill_tp, "page_size": 16, "options": options, "chunked_prefill_size": 64, "environment": shared},
+        {"tp_size": decode_tp, "options": options, "environment": shared, "max_total_tokens": 1024},
+    )
+    draw, asked = random.Random(3), []
+    for room in range(1, 31):
+        tokens, rid = prompt(draw.randrange(20, 300), room), f"request {room:02}."
+        first, second = prefill.begin(tokens, 1, prefill, room, rid), decode.begin(tokens, COUNT, prefill, room, rid)
+        gone = draw.random() < 0.33
+        if gone:
+            time.sleep(draw.uniform(0, 0.1))
+            for server in draw.sample([prefill, decode], 2):
+                server.abort(rid)
+        asked.append((tokens, gone, first, second))
+    for tokens, gone, first, second in asked:
+        first.result()
+        answer = second.result()
+        if not gone:
+            assert answer["output_ids"] == tokens_of(tokens)
+    all_free(prefill, decode)
+    assert decode.logged("over mapped")
+
+
+DP: dict[str, Any] = {"dp_size": 2}
+DP_ATTENTION: dict[str, Any] = {"tp_size": 2, "attn_dp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode"),
+    [(DP, {}), ({}, DP), (DP_ATTENTION, {}), ({}, DP_ATTENTION)],
+    ids=["DP-1", "1-DP", "DPA-1", "1-DPA"],
+)
+def test_data_parallel_ranks(
+    servers: Start, tokens_of: TokensOf, of_prefill: dict[str, Any], of_decode: dict[str, Any]
+) -> None:
+    """Each request has one of prefill's data-parallel ranks, by its room, and any of decode's."""
+    options = {"verify": "full"}
+    prefill, decode = pair(servers, {"options": options, **of_prefill}, {"options": options, **of_decode})
+    for room, length in enumerate(LENGTHS, 1):
+        first, second = serve(prefill, decode, room, prompt(length), COUNT)
+        assert second.get("output_ids") == tokens_of(prompt(length)), (length, first, second)
+    all_free(decode)
+
+
 def test_swapped_heads_give_other_tokens(servers: Start, tokens_of: TokensOf) -> None:
     """The comparison above can fail."""
     prefill, decode = pair(servers, {}, {"environment": {"SGLANG_CPU_SWAP": "1"}})
@@ -148,16 +209,25 @@ def test_swapped_heads_give_other_tokens(servers: Start, tokens_of: TokensOf) ->
     assert answer["output_ids"] != tokens_of(prompt(150))
 
 
-def test_rows_in_the_radix_cache_of_decode_are_not_sent_again(servers: Start, tokens_of: TokensOf) -> None:
-    """A conversation of three turns: the bytes on the wire are those of the suffix."""
-    prefill, decode = pair(servers, {}, {"disaggregation_decode_enable_radix_cache": True})
+@pytest.mark.parametrize(("prefill_tp", "page"), [(1, 1), (2, 16)])
+def test_rows_in_the_radix_cache_of_decode_are_not_sent_again(
+    servers: Start, tokens_of: TokensOf, prefill_tp: int, page: int
+) -> None:
+    """A conversation of three turns: the bytes on the wire are those of the suffix, in whole pages of prefill."""
+    prefill, decode = pair(
+        servers,
+        {"tp_size": prefill_tp, "page_size": page},
+        {"disaggregation_decode_enable_radix_cache": True, "options": {"verify": "full"}},
+    )
     turns = [prompt(100)]
     for room in range(1, 4):
         _, answer = serve(prefill, decode, room, turns[-1], COUNT)
         assert answer["output_ids"] == tokens_of(turns[-1])
         turns.append([*turns[-1], *answer["output_ids"], *prompt(20, seed=room)])
     held = [0, 100 + COUNT - 1, 132 + COUNT - 1]  # the last token of an answer has no rows
-    assert sent_bytes(prefill) == [(len(turn) - known) * ROW_BYTES for turn, known in zip(turns, held, strict=False)]
+    assert sent_bytes(prefill) == [
+        (len(turn) - known // page * page) * ROW_BYTES for turn, known in zip(turns, held, strict=False)
+    ]
 
 
 def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf) -> None:
@@ -204,17 +274,55 @@ def test_prefill_is_killed_and_started_again(servers: Start, tokens_of: TokensOf
     all_free(decode)
 
 
+def test_a_prefill_server_that_ends_within_a_step_is_no_question_of_ranks() -> None:
+    """SGLang looks it up twice in a step. If it is there first and then not, SGLang asks which rank has a request.
+
+    No bootstrap server of this backend answers that, so the decode server would end.
+    """
+    command = f"from {__name__} import look_twice; look_twice()"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", command], env=on_cpu(), cwd=ROOT / "tests", check=True)
+
+
+def look_twice() -> None:
+    """SGLang's own step, with a prefill server that is lost after the first look."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    from disagg_kv.engines.sglang.bootstrap import _Place
+    from disagg_kv.engines.sglang.plugin import DisaggKVManager
+    from disagg_kv.engines.sglang.rooms import Side
+    from disagg_kv.rendezvous import Source
+
+    source, left = Source("sglang prefill", ("unix:///a",)), [SimpleNamespace(instance="sglang prefill", state="idle")]
+    endpoint: Any = SimpleNamespace(closed=False, peers=lambda: [left.pop()] if left else [])
+    manager = object.__new__(DisaggKVManager)
+    manager.side = Side(endpoint, 1)
+    manager.prefill_info_table = manager
+    manager.side.directory._places["127.0.0.1:8998"] = _Place((source,))
+    manager.side._met[source.instance] = 1
+    queue: Any = object.__new__(DecodePreallocQueue)
+    queue.kv_manager, queue._prefill_dp_rank_queries = manager, {}
+    request = SimpleNamespace(
+        bootstrap_host="127.0.0.1", bootstrap_port=8998, bootstrap_room=1, disagg_prefill_dp_rank=None
+    )
+    queue.pending_reqs = [SimpleNamespace(req=request)]
+    queue.prefetch_prefill_dp_rank_queries()
+    assert not queue._prefill_dp_rank_queries
+
+
 def test_bad_requests_end_in_a_named_error(plain: tuple[Server, Server], tokens_of: TokensOf) -> None:
-    """A room that was used before; a shorter prompt on prefill. The next request is served."""
+    """A room that was used before; another prompt on prefill, shorter or not. The next request is served."""
     prefill, decode = plain
     assert serve(prefill, decode, 1, prompt(50), COUNT)[1]["output_ids"] == tokens_of(prompt(50))
     first, second = serve(prefill, decode, 1, prompt(50), COUNT)
     assert "was used already" in str(first)
     assert "was used already" in str(second)
-    shorter = prefill.begin(prompt(49), 1, prefill, 2)
-    assert "ends at row 49; decode needs 50 or more" in str(decode.begin(prompt(50), COUNT, prefill, 2).result())
-    shorter.result()
-    assert serve(prefill, decode, 3, prompt(51), COUNT)[1]["output_ids"] == tokens_of(prompt(51))
+    for room, other in ((2, prompt(49)), (3, prompt(50, seed=1))):
+        rid = f"other {room}."
+        waits = prefill.begin(other, 1, prefill, room, rid)
+        assert "prefill's tag" in str(decode.begin(prompt(50), COUNT, prefill, room).result())
+        prefill.abort(rid)
+        waits.result()
+    assert serve(prefill, decode, 4, prompt(51), COUNT)[1]["output_ids"] == tokens_of(prompt(51))
     all_free(decode)
 
 
@@ -237,8 +345,9 @@ def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server
 @pytest.mark.parametrize(
     ("options", "args", "message"),
     [
-        ({"strategy": "direct"}, {}, "peers write into pages"),
+        ({"strategy": "direct"}, {}, "a network reads pages"),
         ({"stratgy": "auto"}, {}, "stratgy"),
+        ({}, {"allow_auto_truncate": True}, "automatic truncation (each server would cut"),
     ],
 )
 def test_a_wrong_option_is_named_at_the_start(

@@ -23,6 +23,7 @@ from tests.unit.endpoints import test_page_copies as page_copies
 from tests.unit.endpoints import test_path_choice as choice
 from tests.unit.endpoints import test_unsaid as unsaid
 from tests.unit.engines.sglang import test_options as sglang_options
+from tests.unit.engines.sglang import test_rooms as sglang_rooms
 
 from .bugs import CHOICE, FLAGS, FLOW, LOOP, MAPPED, ROOM, TABLES
 from .planting import Mutant
@@ -99,8 +100,11 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             FLAGS + "FlagPage.forget", "self._free += session.flag_blocks", "pass"),
      flags.test_blocks_of_a_process_whose_link_was_dropped_are_for_others),
     (Mutant("pages are exposed of an engine that waits for no peer",
-            "engines.sglang.options:SGLangOptions.names", '"staged" if chosen.path == AUTO else chosen.path',
-            "chosen.path"), partial(sglang_options.no_pages_are_exposed, "auto")),
+            "engines.sglang.options:SGLangOptions.names", "chosen.path == AUTO and not exposes", "False"),
+     partial(sglang_options.no_pages_are_exposed, "auto")),
+    (Mutant("pages of a failed request are used again while a peer may write to them",
+            "engines.sglang.rooms:Side.free", "room is None or not room.exposed", "True"),
+     sglang_rooms.test_a_failed_room_keeps_its_pages_until_nothing_writes_to_them),
     (Mutant("pages are exposed although a rank has not said that it mapped them",
             "endpoints.decode.path_choice:PendingExpectations._choose", "UNSAID if", "\"\" if"),
      partial(choice.test_auto_copies_into_mapped_pages_once_prefill_has_said_that_it_mapped_them, choice.SPEC)),

@@ -63,7 +63,7 @@ class Server:
     def __init__(
         self, hub: Hub, name: str, *, prefill: bool, tp: int = 1, heads: int = 4, page: int = 4, pages: int = 40,
         latent: bool = False, budget: int = 1 << 20, strategy: str = "staged+incremental", verify: Verify = "off",
-        options: Options | None = None, model: bytes = b"model",
+        options: Options | None = None, model: bytes = b"model", defers: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.tp, self.page, self.budget = name, tp, page, budget
         self.local = 1 if latent else max(1, heads // tp)
@@ -97,7 +97,7 @@ class Server:
                 if prefill
                 else DecodeEndpoint(pool, ring_bytes=BYTES, **common)
             )
-            self.sides.append(Side(endpoint, page))
+            self.sides.append(Side(endpoint, page, defers=defers and not prefill))
             self.caches.append(cache)
             self.metadata.append(rows)
         self.source = Source(name, [f"inproc://{name}-{rank}" for rank in range(tp)])
@@ -161,8 +161,13 @@ class Server:
             except Exception as exc:
                 messages.append(str(exc))
         assert len(messages) == self.tp
-        self.give_back(request)
         self.ended[request.name] = "failed: " + " | ".join(messages)
+        if not self.holds(request):
+            self.give_back(request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a rank has to keep the pages of a request that has failed."""
+        return False
 
     def step(self) -> None:
         """One turn of the scheduler."""
@@ -194,13 +199,15 @@ class Prefill(Server):
 
     def __init__(self, hub: Hub, name: str = "P", **given: Any) -> None:
         super().__init__(hub, name, prefill=True, **given)
+        self.compares = True
         self.bootstrap: list[Request] = []
         self.waiting: list[Request] = []
         self.inflight: list[Request] = []
 
     def add(self, room: int, tokens: Sequence[int], computed: int = 0) -> Request:
         """A request; ``computed`` leading tokens are in the radix cache of this server."""
-        request = Request(room, list(tokens), [SenderRoom(side, room) for side in self.sides], computed=computed)
+        said = tokens if self.compares else None
+        request = Request(room, list(tokens), [SenderRoom(side, room, said) for side in self.sides], computed=computed)
         self.bootstrap.append(request)
         return request
 
@@ -294,6 +301,7 @@ class Decode(Server):
         self.pending: list[Request] = []
         self.queue: list[Request] = []
         self.transfer: list[Request] = []
+        self.held: list[Request] = []
         self.nbytes: dict[int, int] = {}
         self.busy: Callable[[], Event] | None = None
         self.where: Callable[[Side, str], bool] = lambda side, address: side.ensure(address)
@@ -301,7 +309,7 @@ class Decode(Server):
     def knows(self, prefill: Prefill) -> None:
         """The bootstrap server of this prefill server answers from now on."""
         for side in self.sides:
-            side.directory._places[BOOTSTRAP] = _Place(prefill.source)
+            side.directory._places[BOOTSTRAP] = _Place((prefill.source,))
 
     def add(self, room: int, tokens: Sequence[int], address: str = BOOTSTRAP) -> Request:
         """A request."""
@@ -314,8 +322,14 @@ class Decode(Server):
 
     def step(self) -> None:
         """One turn of ``process_decode_queue``."""
+        for request in [one for one in self.held if all(side.free(one.name) for side in self.sides)]:
+            self.held.remove(request)
+            self.give_back(request)
+            for side, room in zip(self.sides, request.rooms, strict=True):
+                side.kept.pop(request.name, None)
+                room.clear()
         for request in list(self.pending):
-            if all(self.where(side, BOOTSTRAP) and side.source_at(BOOTSTRAP) is not None for side in self.sides):
+            if all(self.where(side, BOOTSTRAP) and side.directory.get(BOOTSTRAP) for side in self.sides):
                 self.pending.remove(request)
                 for room in request.rooms:
                     room.init(0)
@@ -334,6 +348,17 @@ class Decode(Server):
                 break
         for request in list(self.transfer):
             self._poll_transfer(request)
+
+    def holds(self, request: Request) -> bool:
+        """``pop_transferred``: its pages are kept until :meth:`step` finds them free on every rank."""
+        if request.row < 0 or not self.sides[0].defers:
+            return False
+        for room in request.rooms:
+            if not room.abort_notified:
+                room.ensure_abort_notified(force_arm=True)
+        if any(room.abort_notified for room in request.rooms):
+            self.held.append(request)
+        return request in self.held
 
     def _preallocate(self, request: Request) -> bool:
         matched = max((self._matches(one, request) for one in self.kept), key=lambda found: len(found), default=[])

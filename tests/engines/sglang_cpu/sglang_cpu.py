@@ -48,8 +48,41 @@ def install() -> None:
     sys.modules["vllm"], sys.modules["vllm._custom_ops"] = ModuleType("vllm"), kernels
     if os.environ.get("SGLANG_CPU_SWAP"):
         swap_heads()
+    if os.environ.get("SGLANG_CPU_SHARED"):
+        share_caches()
     if os.environ.get("SGLANG_CPU_LATENTS"):
         attend_to_latents()
+
+
+def share_caches() -> None:
+    """SGLang's K and V lie in memory that processes of this host can map, as memory of a GPU does."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from disagg_kv.ids import Peer
+    from disagg_kv.memory import Buffer
+    from disagg_kv.memory.raw import bytes_of
+    from disagg_kv.transports.memfd import SharedMemory
+    from disagg_kv.transports.shm import ShmTransport
+
+    segments, owner = list[SharedMemory](), Peer(os.urandom(16))
+    create, begin = MHATokenToKVPool._create_buffers_normal, ShmTransport.__init__
+
+    def shared(pool: Any) -> None:
+        create(pool)
+        for buffers in (pool.k_buffer, pool.v_buffer):
+            for number, one in enumerate(buffers):
+                segments.append(SharedMemory(owner, 10_000 + len(segments), one.nbytes))
+                flat = torch.from_numpy(bytes_of(Buffer(segments[-1].addr, one.nbytes)))
+                buffers[number] = flat.view(one.dtype).view(one.shape)
+                buffers[number].zero_()
+
+    def adopt(transport: ShmTransport) -> None:
+        begin(transport)
+        transport._me = owner  # peers check the name of the memory
+        transport._segments.update(segments)
+
+    MHATokenToKVPool._create_buffers_normal = shared
+    ShmTransport.__init__ = adopt  # type: ignore[method-assign,assignment]
 
 
 def attend_to_latents() -> None:

@@ -254,7 +254,7 @@ def receiver(
 ) -> ReceiverRoom:
     """A request that SGLang's decode server has, with its pages."""
     side = Side(end, rank.page, pool=rank.pool if rows else None)
-    side.directory._places[AT] = _Place(Source("P", ADDRESSES["P"][:tp]))
+    side.directory._places[AT] = _Place((Source("P", ADDRESSES["P"][:tp]),))
     room = ReceiverRoom(side, AT, ROOM)
     room.asked(prompt, None, first)
     room.init(0)

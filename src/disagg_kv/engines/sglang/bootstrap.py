@@ -1,13 +1,15 @@
 """Where decode finds a prefill instance: SGLang's requests name the host and port of prefill's bootstrap server.
 
-Rank 0 of the prefill instance puts the instance's name and the addresses of all its ranks there, once. A decode rank
-gets them once for each bootstrap address, and keeps them until the instance is lost. Nothing else passes through it.
+A prefill server is one instance, or one for each of its data-parallel ranks. Rank 0 of an instance puts the instance's
+name and the addresses of all its ranks there, once. A decode rank gets all instances once for each bootstrap address,
+and keeps them until one of them is lost. Nothing else passes through it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -24,8 +26,10 @@ from ...rendezvous import Source
 log = logging.getLogger("disagg_kv.sglang")
 
 PLACE = "/instance"
+OWN = re.compile(PLACE + r"/(\d{1,4})/(\d{1,4})")
+"""Where an instance describes itself: its data-parallel rank, and how many there are."""
 MOST_BYTES = 1 << 20
-"""Of a description; 1024 addresses of 1024 characters."""
+"""Of a description, and of an answer; 1024 addresses of 1024 characters."""
 ANSWER_S = 5.0
 AGAIN_S = 1.0
 MOST_ASKED = 128
@@ -35,7 +39,7 @@ MOST_PLACES = 2 * MOST_ASKED
 
 
 class BootstrapServer:
-    """Keeps the description of one prefill instance; runs on threads of its own.
+    """Keeps the descriptions of a prefill server's instances; runs on threads of its own.
 
     Args:
         host: address to listen at.
@@ -46,30 +50,35 @@ class BootstrapServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        kept: list[bytes] = []
+        kept: dict[int, bytes] = {}
+        count = 1
 
         class Handler(BaseHTTPRequestHandler):
             timeout = ANSWER_S
 
             def do_GET(self) -> None:
-                """The description, once there is one."""
+                """The descriptions, once there are all."""
                 if self.path == "/health":
                     self._answer(200, b"")
-                elif self.path == PLACE and kept:
-                    self._answer(200, kept[0])
+                elif self.path == PLACE and len(kept) == count:
+                    every = b",".join(kept[rank] for rank in sorted(kept))
+                    self._answer(200, every if count == 1 else b"[%s]" % every)
                 else:
                     self._answer(404, b"")
 
             def do_PUT(self) -> None:
-                """Keep a description; only rank 0 may give it, which runs on this host."""
-                own = self.connection.getsockname()[0]
+                """Keep a description; only a rank 0 may give it, which runs on this host."""
+                nonlocal count
+                own, place = self.connection.getsockname()[0], OWN.fullmatch(self.path)
                 length = self.headers.get("Content-Length", "")
-                if self.client_address[0] != own or self.path != PLACE:
+                if self.client_address[0] != own or place is None or int(place[1]) >= int(place[2]):
                     self._answer(403, b"")
                 elif not length.isdecimal() or int(length) > MOST_BYTES:
                     self._answer(413, b"")
                 else:
-                    kept[:] = [self.rfile.read(int(length))]
+                    content = self.rfile.read(int(length))
+                    count = int(place[2])  # first: else one of several is all that there are, to who asks in between
+                    kept[int(place[1])] = content
                     self._answer(204, b"")
 
             def _answer(self, status: int, content: bytes) -> None:
@@ -99,7 +108,7 @@ class BootstrapServer:
         self._thread.join()
 
 
-def _ask(address: str, method: str, body: bytes | None = None) -> bytes:
+def _ask(address: str, method: str, place: str = PLACE, body: bytes | None = None) -> bytes:
     """The answer of a bootstrap server.
 
     Raises:
@@ -108,7 +117,7 @@ def _ask(address: str, method: str, body: bytes | None = None) -> bytes:
     host, _, port = address.rpartition(":")
     try:
         with closing(HTTPConnection(host.strip("[]"), int(port), timeout=ANSWER_S)) as connection:
-            connection.request(method, PLACE, body)
+            connection.request(method, place, body)
             response = connection.getresponse()
             content = response.read(MOST_BYTES)
     except (OSError, HTTPException, ValueError, OverflowError) as exc:
@@ -120,15 +129,23 @@ def _ask(address: str, method: str, body: bytes | None = None) -> bytes:
     return content
 
 
-def register(address: str, source: Source, stopped: threading.Event) -> threading.Thread:
-    """Describe this instance to its bootstrap server, on a thread that tries until the server answers."""
+def register(address: str, source: Source, stopped: threading.Event, rank: int = 0, count: int = 1) -> threading.Thread:
+    """Describe this instance to its bootstrap server, on a thread that tries until the server answers.
+
+    Args:
+        address: of the bootstrap server.
+        source: this instance.
+        stopped: ends the attempts.
+        rank: which one of the server's instances it is.
+        count: how many there are.
+    """
     body = json.dumps({"instance": source.instance, "addresses": list(source.addresses)}).encode()
 
     def attempt() -> None:
         told = False
         while not stopped.is_set():
             try:
-                _ask(address, "PUT", body)
+                _ask(address, "PUT", f"{PLACE}/{rank}/{count}", body)
             except PeerLostError as exc:
                 (log.debug if told else log.warning)("not registered yet: %s", exc)
                 told = True
@@ -145,7 +162,7 @@ def register(address: str, source: Source, stopped: threading.Event) -> threadin
 class _Place:
     """What is known of a bootstrap address. A thread that asks writes here, ``asked`` last."""
 
-    source: Source | None = None
+    sources: tuple[Source, ...] = ()
     problem: str | None = None
     after: float = 0.0
     """The next question is asked no sooner."""
@@ -162,24 +179,24 @@ class Directory:
     def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
 
-    def get(self, address: str) -> Source | None:
-        """The instance; None: it is not known yet."""
-        return self._places.get(address, _Place()).source
+    def get(self, address: str) -> tuple[Source, ...]:
+        """The instances, by data-parallel rank; empty: they are not known yet."""
+        return self._places.get(address, _Place()).sources
 
     def problem(self, address: str) -> str | None:
         """Why the last question had no answer; None: there was none, or it had."""
         return self._places.get(address, _Place()).problem
 
     def ensure(self, address: str) -> bool:
-        """Ask, if the instance is not known; False: there is no answer yet, so call again later."""
+        """Ask, if the instances are not known; False: there is no answer yet, so call again later."""
         place = self._places.get(address, _Place())
-        if place.source is not None:
+        if place.sources:
             return True
         asked = sum(one.asked for one in self._places.values())
         if not place.asked and asked < MOST_ASKED and time.monotonic() >= place.after:
             if address not in self._places and len(self._places) == MOST_PLACES:
                 idle = (one for one, kept in self._places.items() if not kept.asked)
-                del self._places[min(idle, key=lambda one: self._places[one].source is not None)]
+                del self._places[min(idle, key=lambda one: bool(self._places[one].sources))]
             self._places[address], place.asked = place, True
             threading.Thread(target=_find, args=(address, place), name="disagg_kv bootstrap", daemon=True).start()
         return False
@@ -187,23 +204,25 @@ class Directory:
     def forget(self, instance: str) -> None:
         """The instance is lost: ask again for where it was."""
         for place in self._places.values():
-            if place.source is not None and place.source.instance == instance:
-                place.source = None
+            if any(source.instance == instance for source in place.sources):
+                place.sources = ()
 
 
 def _find(address: str, place: _Place) -> None:
     began = time.monotonic()
     try:
-        place.source, place.problem = _source(address, _ask(address, "GET")), None
+        place.sources, place.problem = _sources(address, _ask(address, "GET")), None
     except (PeerLostError, RemoteProtocolError) as exc:
         now = time.monotonic()
         place.problem, place.after = str(exc), 2 * now - began
     place.asked = False
 
 
-def _source(address: str, content: bytes) -> Source:
+def _sources(address: str, content: bytes) -> tuple[Source, ...]:
     try:
         given = json.loads(content)
-        return Source(given["instance"], given["addresses"])
+        several = [given] if isinstance(given, dict) else given
+        first, *others = (Source(one["instance"], one["addresses"]) for one in several)
     except (ConfigurationError, ValueError, TypeError, KeyError, RecursionError) as exc:
         raise RemoteProtocolError(f"bootstrap server {address}: {content[:200]!r} describes no instance") from exc
+    return first, *others

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -50,6 +50,7 @@ class ServerFacts:
         device: where the cache is, such as ``cpu`` or ``cuda:0``.
         common: the cache in the terms that engines share; None: it is described as SGLang stores it.
         scales: of each layer those of K and of V, for a float8; empty: 1.
+        defers: the server keeps the pages of a request that has failed on decode, until nothing touches them.
     """
 
     tp: int
@@ -61,6 +62,7 @@ class ServerFacts:
     device: str
     common: CommonCache | None = None
     scales: tuple[tuple[Scales, Scales], ...] = ()
+    defers: bool = False
 
 
 def common_of(server_args: Any, quantization: str | None, dtype: str) -> CommonCache:
@@ -105,6 +107,12 @@ def first_token(request: Any) -> int | None:
     return token
 
 
+def prompt_of(request: Any) -> Sequence[int] | None:
+    """The prompt of a request of prefill, for comparison with decode's; None: tokens do not say all of it."""
+    others = request.multimodal_inputs is not None or request.input_embeds is not None
+    return None if others else request.origin_input_ids
+
+
 def cache_dtype(name: str, model: str, kept: str) -> str:
     """The element type of a KV cache.
 
@@ -124,19 +132,51 @@ def cache_dtype(name: str, model: str, kept: str) -> str:
     return known
 
 
-def refuse(args: Any, features: Mapping[str, bool]) -> None:
-    """Raise an :class:`UnsupportedError` for what the plug-in does not move.
+REASONS: Mapping[str, str] = {
+    "pipeline parallelism": "a rank has some of the layers, and only the last stage has the first token",
+    "context parallelism": "a rank has some of the tokens",
+    "speculative decoding": "the cache of the draft model and its states are not described",
+    "hierarchical cache": "decode would also take rows from host memory, of which the backend is not told",
+    "KV checksums": "they compare equal layouts alone; set the option verify instead",
+    "role switch": "an endpoint keeps its side",
+    "automatic truncation": "each server would cut a prompt at a length of its own",
+    "several tokenizer workers": "each would start a bootstrap server",
+    "allocation on decode after prefill": "prefill would have to keep rows for which decode has no pages",
+    "hierarchical sparse attention": "its pages are in host memory",
+    "own staging buffer (SGLANG_DISAGG_STAGING_BUFFER)": "this backend has its own",
+    "vectorized cache layout": "the bytes of a head are not in one piece",
+    "load balancing of data-parallel ranks": "decode finds the rank of a request by follow_bootstrap_room alone",
+    "data-parallel ranks on several nodes": "the bootstrap server takes descriptions from its own host alone",
+    "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": "the bootstrap server has none",
+}
+"""What of SGLang is refused when a server starts, and why."""
+
+BESIDE: Mapping[str, str] = {
+    "swa": "layers with a sliding window have pages of their own, for the window alone",
+    "swa_ring": "layers with a sliding window have a ring of their own",
+    "mamba": "a request has one state in place of rows",
+    "dsa": "a sparse index has a buffer of its own",
+    "dsa_tail": "a sparse index has a buffer of its own",
+    "block_scale": "scales lie in buffers of their own",
+    "block_scale_swa": "scales lie in buffers of their own",
+}
+"""Kinds of states that SGLang would move beside its pages, and what they are."""
+
+
+def refuse(args: Any, used: Mapping[str, bool]) -> None:
+    """Raise an :class:`UnsupportedError` for what the plug-in does not move, with the reasons.
 
     Args:
         args: SGLang's ``KVArgs``.
-        features: of SGLang, by name, and whether they are used.
+        used: which of :data:`REASONS` are used.
     """
-    used = [name for name, on in features.items() if on]
-    used += [f"a cache with {getattr(kind, 'value', kind)} states" for kind in args.state_types]
-    used += ["a draft model's cache"] if args.num_draft_entries else []
-    used += [f"the layout {args.kv_layout}"] if args.kv_layout is not None else []
-    if used:
-        raise UnsupportedError(f"backend 'disagg_kv' does not support SGLang's {', '.join(used)} yet")
+    found = [f"{name} ({REASONS[name]})" for name, on in used.items() if on]
+    kinds = [str(getattr(kind, "value", kind)) for kind in args.state_types]
+    found += [f"a cache with {kind} states ({BESIDE.get(kind, 'they are not described')})" for kind in kinds]
+    found += ["a draft model's cache (its layers are not described)"] if args.num_draft_entries else []
+    found += [f"the layout {args.kv_layout} (its bytes are not described)"] if args.kv_layout is not None else []
+    if found:
+        raise UnsupportedError(f"backend 'disagg_kv' does not support SGLang's {', '.join(found)} yet")
 
 
 def open_side(
@@ -167,7 +207,7 @@ def open_side(
         options,
         pool,
         instance=instance,
-        strategy=options.names(),
+        strategy=options.names(exposes=produces or facts.defers),
         tp=facts.tp,
         rank=facts.rank,
         group=group,
@@ -177,7 +217,8 @@ def open_side(
     endpoint = opened.sender if produces else opened.receiver
     assert isinstance(endpoint, PrefillEndpoint | DecodeEndpoint)
     rows = made[0] if facts.common is not None and not produces else None
-    side = Side(endpoint, args.page_size, None if opened.on_cpu else queued_work, opened, rows)
+    mark, defers = None if opened.on_cpu else queued_work, facts.defers and not produces
+    side = Side(endpoint, args.page_size, mark, opened, rows, defers)
     return side, Source(instance, opened.addresses)
 
 
@@ -193,9 +234,12 @@ def _pool(args: Any, facts: ServerFacts) -> tuple[SGLangPool, list[Shard]]:
     )  # fmt: skip
 
 
-def announce(host: str, port: int, source: Source) -> threading.Event:
-    """Register an instance at the bootstrap server of its own host; the event that is returned stops the attempts."""
+def announce(host: str, port: int, source: Source, rank: int = 0, count: int = 1) -> threading.Event:
+    """Register an instance at the bootstrap server of its own host; the event that is returned stops the attempts.
+
+    ``rank`` is its data-parallel rank, of ``count``.
+    """
     stopped = threading.Event()
     here = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    register(f"[{here}]:{port}" if ":" in here else f"{here}:{port}", source, stopped)
+    register(f"[{here}]:{port}" if ":" in here else f"{here}:{port}", source, stopped, rank, count)
     return stopped

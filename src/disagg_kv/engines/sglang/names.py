@@ -12,15 +12,18 @@ from ...errors import UnsupportedError
 
 NAMES: Mapping[str, Sequence[str]] = {
     "sglang.srt.plugins.hook_registry": ("HookRegistry.register", "HookRegistry.apply_hooks", "HookType.AROUND"),
-    "sglang.srt.environ": ("envs.SGLANG_DISAGG_STAGING_BUFFER",),
+    "sglang.srt.environ": (
+        "envs.SGLANG_DISAGG_STAGING_BUFFER", "envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE",
+        "envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK",
+    ),
     "sglang.srt.server_args": (
-        "add_disagg_transfer_backend_choices", "ServerArgs.dp_size", "ServerArgs.dcp_size",
+        "add_disagg_transfer_backend_choices", "ServerArgs.dcp_size",
         "ServerArgs.speculative_algorithm", "ServerArgs.enable_hierarchical_cache", "ServerArgs.tokenizer_worker_num",
         "ServerArgs.enable_hisparse", "ServerArgs.model_path", "ServerArgs.host", "ServerArgs.device",
         "ServerArgs.disaggregation_bootstrap_port", "ServerArgs.disaggregation_enable_kv_checksum",
         "ServerArgs.enable_pd_role_switch",
         "ServerArgs.disaggregation_decode_allocation_policy", "ServerArgs.json_model_override_args",
-        "ServerArgs.revision",
+        "ServerArgs.revision", "ServerArgs.enable_memory_saver", "ServerArgs.allow_auto_truncate",
     ),
     "sglang.srt.disaggregation.utils": (
         "TransferBackend", "KVClassType.MANAGER", "KVClassType.SENDER", "KVClassType.RECEIVER",
@@ -28,7 +31,8 @@ NAMES: Mapping[str, Sequence[str]] = {
         "MetadataBuffers.get_buf_infos",
     ),
     "sglang.srt.disaggregation.base.conn": (
-        "BaseKVManager", "BaseKVSender.pop_decode_prefix_len", "BaseKVSender.should_send_kv_chunk",
+        "BaseKVManager.enable_deferred_decode_kv_release", "BaseKVSender.pop_decode_prefix_len",
+        "BaseKVSender.should_send_kv_chunk",
         "BaseKVSender.get_transfer_metric", "BaseKVReceiver.send_metadata", "BaseKVReceiver.failure_exception",
         "BaseKVBootstrapServer", "KVTransferMetric.transfer_latency_s", "KVTransferMetric.transfer_total_bytes",
         "KVPoll.Failed", "KVPoll.Bootstrapping", "KVPoll.WaitingForInput", "KVPoll.Transferring", "KVPoll.Success",
@@ -44,16 +48,26 @@ NAMES: Mapping[str, Sequence[str]] = {
 WORDS: Mapping[str, Sequence[str]] = {
     "sglang.srt.disaggregation.prefill": (
         "_early_send_wait_event", "pop_decode_prefix_len", "should_send_kv_chunk", "failure_exception",
+        "create_sender",
     ),
     "sglang.srt.disaggregation.decode": (
+        "transfer_queue", "deferred_kv_release_timeout", "enable_deferred_decode_kv_release", "abort_notified",
+        "ensure_abort_notified", "bootstrap_infos", "is_abort_release_safe", "clear_deferred_abort_state",
         "_create_receiver_and_enqueue", "prefill_info_table", "try_ensure_parallel_info", "submit_prefill_recompute",
         "require_staging", "decode_prefix_len", "origin_input_ids", "failure_exception",
     ),
     "sglang.srt.disaggregation.utils": ("output_ids", "bootstrap_room"),
-    "sglang.srt.managers.schedule_batch": ("return_logprob", "return_hidden_states", "return_sampling_mask"),
+    "sglang.srt.managers.schedule_batch": (
+        "return_logprob", "return_hidden_states", "return_sampling_mask", "multimodal_inputs", "input_embeds",
+        "origin_input_ids",
+    ),
     "sglang.srt.sampling.sampling_params": ("custom_params",),
     "sglang.srt.managers.scheduler": ("forward_stream", "enable_overlap"),
-    "sglang.srt.runtime_context": ("tp_size", "tp_rank", "tp_group", "pp_size", "attn_cp_size"),
+    "sglang.srt.runtime_context": (
+        "attn_tp_size", "attn_tp_rank", "attn_tp_group", "attn_dp_size", "attn_dp_rank", "dp_size", "dp_rank",
+        "pp_size", "attn_cp_size",
+    ),
+    "sglang.srt.arg_groups.fields.parallel": ("load_balance_method", "follow_bootstrap_room", "nnodes"),
 }  # fmt: skip
 """Words of a module's source: attributes of its objects, or of the plug-in's, that only appear when it runs. The
 module is not imported: SGLang imports these later, and in few of its processes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import attrs
 from attrs import frozen
 
 from ...errors import ConfigurationError
@@ -20,7 +21,8 @@ VARIABLE = "DISAGG_KV_SGLANG"
 class SGLangOptions(EngineOptions):
     """Options of the plug-in; see :class:`~disagg_kv.engines.options.EngineOptions`.
 
-    SGLang frees pages by its own clock. So only paths are accepted under which no peer writes into pages.
+    Of the paths under which peers write into pages only ``mapped`` is accepted: its copies end by themselves. Where a
+    network reads pages of prefill, SGLang's scheduler would stand still for as long as a peer is silent.
     ``claim_s`` is the time for which decode waits until prefill opens a request, which it does between two steps.
     """
 
@@ -29,10 +31,10 @@ class SGLangOptions(EngineOptions):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         chosen = strategy(self.strategy)
-        if chosen.path != AUTO and exposes_pages(paths()[chosen.path]):
+        if chosen.path != AUTO and paths()[chosen.path].mover == "direct":
             raise ConfigurationError(
-                f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which SGLang frees "
-                "without waiting for them; take 'staged'"
+                f"strategy {self.strategy!r}: with path {chosen.path!r} a network reads pages of prefill, and its "
+                "scheduler would wait for a peer that is silent; take 'staged'"
             )
         if chosen.schedule.name != PER_CHUNK:
             raise ConfigurationError(
@@ -57,11 +59,26 @@ class SGLangOptions(EngineOptions):
             raise ConfigurationError(f"{VARIABLE}: no JSON object: {text:.200}")
         return cls.read(VARIABLE, given)
 
-    def names(self) -> str:
-        """The strategy as the endpoint of either side takes it: with ``auto``, no path uses or exposes pages.
+    def of_instance(self, number: int, ranks: int) -> SGLangOptions:
+        """Those of one of a server's data-parallel instances of ``ranks`` each: its ports of metrics follow."""
+        host, _, port = self.metrics.rpartition(":")
+        return attrs.evolve(self, metrics=f"{host}:{int(port) + number * ranks}") if int(port or 0) else self
 
-        Decode frees its pages without waiting for peers. Prefill's server stands still while a path uses its pages.
+    def names(self, *, exposes: bool) -> str:
+        """The strategy as an endpoint takes it.
+
+        Args:
+            exposes: peers may write into this server's pages, or it has none that they write to.
+
+        Raises:
+            ConfigurationError: a path that needs it.
         """
         chosen = strategy(self.strategy)
-        path = "staged" if chosen.path == AUTO else chosen.path
+        if not exposes and chosen.path != AUTO and exposes_pages(paths()[chosen.path]):
+            raise ConfigurationError(
+                f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which this SGLang "
+                "frees without waiting for them (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, or "
+                "--enable-memory-saver); take 'staged'"
+            )
+        path = "staged" if chosen.path == AUTO and not exposes else chosen.path
         return selecting(f"{path}+{chosen.schedule.name}")

@@ -6,6 +6,7 @@ for a backend's classes.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -32,7 +33,7 @@ from ...errors import DisaggKVError, UnsupportedError
 from ..model import model_digest
 from ..opening import queued_work
 from .bootstrap import BootstrapServer
-from .host import ServerFacts, announce, cache_dtype, common_of, first_token, open_side, refuse
+from .host import ServerFacts, announce, cache_dtype, common_of, first_token, open_side, prompt_of, refuse
 from .options import SGLangOptions
 from .quantized import scales_of
 from .rooms import ReceiverRoom, SenderRoom
@@ -43,23 +44,29 @@ NEW_MANAGER = (
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
 )
+NEW_SENDER = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 NEW_RECEIVER = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 
 
 _runner: ContextVar[Any] = ContextVar("runner")
 """SGLang's ``ModelRunner``, while a queue makes its manager."""
 
+_request: ContextVar[Any] = ContextVar("request")
+"""SGLang's ``Req``, while prefill's queue makes its sender."""
+
 
 @frozen
 class PrefillInfo:
-    """What SGLang's decode queue reads of a prefill instance."""
+    """What SGLang's decode queue reads of a prefill server."""
 
-    dp_size: int = 1
+    dp_size: int
     follow_bootstrap_room: bool = True
 
 
 class DisaggKVManager(BaseKVManager):
     """A rank's endpoint."""
+
+    supports_deferred_decode_kv_release = True
 
     def __init__(
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
@@ -73,16 +80,17 @@ class DisaggKVManager(BaseKVManager):
         """
         self.kv_args = args
         parallel, produces = get_parallel(), disaggregation_mode == DisaggregationMode.PREFILL
-        tp = parallel.tp_size
+        tp = parallel.attn_tp_size
         self.side, self._source = open_side(
             partial(_read, args, server_args, produces, bool(is_mla_backend)),
             args,
             tp=tp,
             produces=produces,
-            group=parallel.tp_group.cpu_group if tp > 1 else None,
+            group=parallel.attn_tp_group.cpu_group if tp > 1 else None,
         )
+        self.enable_deferred_decode_kv_release = self.side.defers
         self.prefill_info_table = self
-        if produces and parallel.tp_rank == 0:
+        if produces and parallel.attn_tp_rank == 0:
             self._host, self._port = server_args.host, get_disagg().disaggregation_bootstrap_port
             self.register_to_bootstrap()
         if not produces:
@@ -91,15 +99,24 @@ class DisaggKVManager(BaseKVManager):
 
     def register_to_bootstrap(self) -> None:
         """Describe this instance to its bootstrap server."""
-        announce(self._host, self._port, self._source)
+        announce(self._host, self._port, self._source, *_data_parallel())
 
     def get(self, bootstrap_addr: str) -> PrefillInfo | None:
-        """As SGLang's table of prefill instances: the one of a bootstrap server, if it is known and alive."""
-        return None if self.side.source_at(bootstrap_addr) is None else PrefillInfo()
+        """As SGLang's table of prefill servers: the one of a bootstrap server, if it is known."""
+        count = len(self.side.directory.get(bootstrap_addr))
+        return PrefillInfo(count) if count else None
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Ask a bootstrap server; False: it has not answered yet."""
         return self.side.ensure(bootstrap_addr)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether the pages of a failed request, which SGLang keeps, are free on this rank."""
+        return self.side.free(bootstrap_room)
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """SGLang has freed these pages."""
+        self.side.kept.pop(bootstrap_room, None)
 
     def submit_prefill_recompute(self, kv_receiver: DisaggKVReceiver, payload: Any) -> None:
         """SGLang has retracted a request, to compute it again on prefill under the same room: it fails by name."""
@@ -108,25 +125,31 @@ class DisaggKVManager(BaseKVManager):
 
 def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SGLangOptions, ServerFacts]:
     """The options, and what the plug-in has to know of the server; raises what it refuses."""
-    parallel, disagg = get_parallel(), get_disagg()
+    parallel, disagg, (number, count) = get_parallel(), get_disagg(), _data_parallel()
+    follows = parallel.load_balance_method == "follow_bootstrap_room"
     refuse(
         args,
         {
             "pipeline parallelism": parallel.pp_size > 1,
-            "data parallelism": server_args.dp_size > 1,
             "context parallelism": parallel.attn_cp_size > 1 or server_args.dcp_size > 1,
             "speculative decoding": server_args.speculative_algorithm is not None,
             "hierarchical cache": server_args.enable_hierarchical_cache,
-            "KV checksums (set verify instead)": disagg.disaggregation_enable_kv_checksum,
+            "KV checksums": disagg.disaggregation_enable_kv_checksum,
             "role switch": disagg.enable_pd_role_switch,
+            "automatic truncation": server_args.allow_auto_truncate,
             "several tokenizer workers": server_args.tokenizer_worker_num > 1,
             "allocation on decode after prefill": disagg.disaggregation_decode_allocation_policy != "early",
             "hierarchical sparse attention": server_args.enable_hisparse,
             "own staging buffer (SGLANG_DISAGG_STAGING_BUFFER)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
             "vectorized cache layout": os.environ.get("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd") != "nhd",
+            "load balancing of data-parallel ranks": produces and count > 1 and not follows,
+            "data-parallel ranks on several nodes": produces and count > 1 and parallel.nnodes > 1,
+            "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": (
+                envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
+            ),
         },
     )
-    options = SGLangOptions.from_environment(os.environ)
+    options = SGLangOptions.from_environment(os.environ).of_instance(number, parallel.attn_tp_size)
     model = ModelConfig.from_server_args(server_args)
     runner, plain = _runner.get(), str(model.dtype).removeprefix("torch.")
     dtype = cache_dtype(args.kv_cache_dtype_str, plain, str(runner.kv_cache_dtype).removeprefix("torch."))
@@ -134,8 +157,8 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
     if options.common and not produces:
         _check_rows()
     facts = ServerFacts(
-        tp=parallel.tp_size,
-        rank=parallel.tp_rank,
+        tp=parallel.attn_tp_size,
+        rank=parallel.attn_tp_rank,
         heads=heads,
         latent=latent,
         dtype=dtype,
@@ -145,21 +168,47 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
         scales=tuple(
             scales_of(
                 runner.model.modules(), dtype=dtype, layers=len(args.kv_item_lens) // (1 if latent else 2),
-                heads=max(1, heads // parallel.tp_size), tp=parallel.tp_size, latent=latent,
+                heads=max(1, heads // parallel.attn_tp_size), tp=parallel.attn_tp_size, latent=latent,
                 backend=runner.attn_backend,
             )
         ),
+        # Memory that SGLang gives back and takes again is other memory than peers have mapped.
+        defers=envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get() and not server_args.enable_memory_saver,
     )  # fmt: skip
     return options, facts
 
 
+def _data_parallel() -> tuple[int, int]:
+    """Number of this instance among the data-parallel ranks of its server, and their count.
+
+    Either whole models are replicated, or attention alone; see ``num_dp_ranks_of`` of SGLang's ``runtime_context``.
+    """
+    parallel = get_parallel()
+    return parallel.dp_rank if parallel.dp_size > 1 else parallel.attn_dp_rank, parallel.dp_size * parallel.attn_dp_size
+
+
 def _with_runner(original: Callable[..., Any], queue: Any, *args: Any, **others: Any) -> Any:
-    """Around the making of a manager, which SGLang does not give the model."""
+    """Around the making of a manager, which SGLang does not give the model.
+
+    SGLang would free the pages of a failed request after 30 s, whatever may still write into them.
+    """
     token = _runner.set(queue.scheduler.tp_worker.model_runner)
     try:
-        return original(queue, *args, **others)
+        made = original(queue, *args, **others)
     finally:
         _runner.reset(token)
+    if isinstance(made, DisaggKVManager) and made.enable_deferred_decode_kv_release:
+        queue.transfer_queue.deferred_kv_release_timeout = math.inf
+    return made
+
+
+def _with_request(original: Callable[..., Any], queue: Any, request: Any, *args: Any, **others: Any) -> Any:
+    """Around the making of a sender, which SGLang does not give the prompt."""
+    token = _request.set(request)
+    try:
+        return original(queue, request, *args, **others)
+    finally:
+        _request.reset(token)
 
 
 def _check_rows() -> None:
@@ -199,7 +248,7 @@ class DisaggKVSender(SenderRoom, BaseKVSender):
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self.kv_mgr = mgr
-        super().__init__(mgr.side, bootstrap_room)
+        super().__init__(mgr.side, bootstrap_room, prompt_of(_request.get()))
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """For SGLang's metrics."""
@@ -212,7 +261,6 @@ class DisaggKVReceiver(ReceiverRoom, BaseKVReceiver):
     """A request of a decode rank."""
 
     require_staging = False
-    abort_notified = False
 
     def __init__(self, mgr: DisaggKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr = mgr
@@ -245,3 +293,4 @@ def register_backend() -> None:
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", kv_class, HookType.AROUND)
     for queue in NEW_MANAGER:
         HookRegistry.register(queue, _with_runner, HookType.AROUND)
+    HookRegistry.register(NEW_SENDER, _with_request, HookType.AROUND)

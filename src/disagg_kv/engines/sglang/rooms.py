@@ -1,9 +1,13 @@
 """A request on one rank, as SGLang's scheduler drives it: a sender on prefill, a receiver on decode.
 
 SGLang polls every request in each step of its scheduler, takes the lowest state of all ranks, and frees pages when it
-sees ``FAILED``, or right after it has called ``abort`` or ``failure_exception``. So ``FAILED`` is reported once nothing
-touches the pages any more, and those two calls return only then. That is soon: no peer writes into pages, so only
-copies on this host are awaited.
+sees ``FAILED``, or right after it has called ``abort`` or ``failure_exception``. So on prefill ``FAILED`` is reported
+once nothing touches the pages any more, and those two calls return only then. That is soon: only copies on this host
+read pages.
+
+On decode SGLang's deferred release keeps the pages of a failed request until :meth:`Side.free` says that nothing
+touches them (``DecodeTransferQueue.resolve_deferred_releases`` of SGLang 0.5.23), so peers may write into pages.
+Where it is switched off, decode does as prefill, and no peer writes into pages.
 """
 
 from __future__ import annotations
@@ -19,7 +23,14 @@ import numpy.typing as npt
 
 from ...core import Phase
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Report, room_id
-from ...errors import AbortedError, DisaggKVError, IncompatiblePeerError, PeerLostError, UnsupportedError
+from ...errors import (
+    AbortedError,
+    DisaggKVError,
+    IncompatiblePeerError,
+    PeerLostError,
+    RemoteProtocolError,
+    UnsupportedError,
+)
 from ...geometry import PageTable
 from ...ids import KV, RoomId
 from ...memory import Event
@@ -58,6 +69,7 @@ class Side:
         mark: of prefill: an event that fires once the rows that are computed now are final; None: they are final.
         opened: what else ends with the endpoint; None: nothing.
         pool: of decode: has the metadata rows, where prefill may be another engine, which has none; None: it is not.
+        defers: of decode: SGLang keeps the pages of a request that has failed until :meth:`free` is true.
     """
 
     def __init__(
@@ -67,11 +79,15 @@ class Side:
         mark: Callable[[], Event] | None = None,
         opened: Opened | None = None,
         pool: SGLangPool | None = None,
+        defers: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.page = page
         self.mark = mark
         self.pool = pool
+        self.defers = defers
+        self.kept: dict[int | None, ReceiverRoom] = {}
+        """Failed rooms whose pages SGLang keeps, by SGLang's numbers."""
         self._opened = opened
         self.directory = Directory()
         self._met: dict[str, int] = {}
@@ -89,22 +105,26 @@ class Side:
         self.endpoint.poll()
         return False
 
-    def source_at(self, address: str) -> Source | None:
-        """The prefill instance at a bootstrap address; None: it is not known, or in doubt. Changes nothing.
+    def free(self, number: int | None) -> bool:
+        """Whether nothing touches the pages of a failed room any more."""
+        room = self.kept.get(number)
+        return room is None or not room.exposed
 
-        It is in doubt once a process of it is lost: another instance may be there.
+    def forget_doubtful(self, address: str) -> None:
+        """Forget the prefill instances at a bootstrap address if one of them has lost a process: another may be there.
+
+        Only here, in :meth:`ensure` and in :meth:`lost` an address that is known becomes unknown: between two of its
+        questions SGLang's scheduler relies on the first answer.
         """
-        source = self.directory.get(address)
-        return None if source is None or self._doubts(source) else source
+        for source in filter(self._doubts, self.directory.get(address)):
+            self.lost(source)
 
     def ensure(self, address: str) -> bool:
-        """Ask the bootstrap server for an instance that is not known, or in doubt; False: call again later.
+        """Ask the bootstrap server for instances that are not known, or in doubt; False: call again later.
 
         What it answers is believed until a request has failed or succeeded.
         """
-        source = self.directory.get(address)
-        if source is not None and self._doubts(source):
-            self.lost(source)
+        self.forget_doubtful(address)
         return self.directory.ensure(address)
 
     def _doubts(self, source: Source) -> bool:
@@ -132,6 +152,10 @@ class Side:
 def room_of(number: int | None) -> RoomId:
     """The room of SGLang's ``bootstrap_room``. It is used once: a router that sends a request again takes another."""
     return room_id(f"sglang {number}")
+
+
+def _tag(prompt: Sequence[int] | None) -> bytes:
+    return b"" if prompt is None else prompt_tag(prompt)
 
 
 class Room:
@@ -178,15 +202,19 @@ class Room:
         phase, released = self._handle.phase, self._handle.released
         if phase is Phase.DONE and released and self._error is None:
             if not self._told:
-                log.info("room %s is %s: %s bytes", self._number, self._ended, self._handle.report.nbytes)
+                report = self._handle.report
+                log.info("room %s is %s: %s bytes over %s", self._number, self._ended, report.nbytes, report.path)
                 self._told = True
             return Poll.SUCCESS
-        if phase in (Phase.DONE, Phase.FAILED) and (released or closed):
-            return Poll.FAILED
-        return None
+        if phase not in (Phase.DONE, Phase.FAILED):
+            return None
+        at_once = self._side.defers and (phase is Phase.FAILED or self._error is not None)
+        return Poll.FAILED if released or closed or at_once else None
 
     def _settle(self) -> None:
-        """Wait until nothing touches the pages any more."""
+        """Wait until nothing touches the pages any more, unless SGLang does."""
+        if self._side.defers:
+            return
         handle, began, told = self._handle, time.monotonic(), False
         while handle is not None and not self._side.closed and not handle.released:
             self._side.endpoint.wait(SETTLE_S)
@@ -195,12 +223,15 @@ class Room:
                 told = True
 
     def abort(self) -> None:
-        """SGLang has ended the request; its pages are free on return."""
+        """SGLang has ended the request; its pages are free on return, unless SGLang keeps them."""
         self.refuse(AbortedError(f"room {self._number}: SGLang has ended the request"))
         self._settle()
 
     def failure_exception(self) -> None:
-        """Raise why the request failed; its pages are free then. Another rank may have failed, and this one not yet."""
+        """Raise why the request failed; its pages are free then, unless SGLang keeps them.
+
+        Another rank may have failed, and this one not yet.
+        """
         error = self._error or (None if self._handle is None else self._handle.error)
         if error is None:
             self.refuse(AbortedError(f"room {self._number}: the request failed on another rank"))
@@ -226,6 +257,7 @@ class SenderRoom(Room):
     Args:
         side: of this rank.
         number: SGLang's ``bootstrap_room``.
+        prompt: its tokens; None: they are not compared with decode's.
     """
 
     _ended = "sent"
@@ -233,8 +265,9 @@ class SenderRoom(Room):
     _early_send_wait_event: Event | None = None
     """SGLang sets this before it sends rows of its prefix cache that an earlier pass may still write."""
 
-    def __init__(self, side: Side, number: int | None) -> None:
+    def __init__(self, side: Side, number: int | None, prompt: Sequence[int] | None = None) -> None:
         super().__init__(side, number)
+        self._prompt = prompt
         self._first = 0
         self._pages: int | None = None
         self._sent = 0
@@ -244,7 +277,7 @@ class SenderRoom(Room):
 
     def _open(self) -> None:
         assert isinstance(self._side.endpoint, PrefillEndpoint)
-        self._handle = self._side.endpoint.open(room_of(self._number))
+        self._handle = self._side.endpoint.open(room_of(self._number), tag=_tag(self._prompt))
 
     def poll(self) -> Poll:
         """The request's state on this rank."""
@@ -309,9 +342,14 @@ class ReceiverRoom(Room):
 
     _ended = "loaded"
     _handle: Reception | None
+    abort_notified = False
+    """Of SGLang: whether it has to keep the pages of this failed request; see :meth:`ensure_abort_notified`."""
+    bootstrap_infos = (None,)
+    """SGLang counts them: this rank's endpoint has evidence about all of prefill, so it stands for one."""
 
     def __init__(self, side: Side, address: str, number: int | None) -> None:
         super().__init__(side, number)
+        side.forget_doubtful(address)
         self._address = address
         self._source: Source | None = None
         self._expects = False
@@ -332,16 +370,21 @@ class ReceiverRoom(Room):
         self._prompt, self._busy, self._first = prompt, busy, first
 
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill instance is known."""
-        self._attempt(self._open)
+        """The prefill instance is known: that of a data-parallel rank."""
+        self._attempt(lambda: self._open(prefill_dp_rank))
 
-    def _open(self) -> None:
-        self._source = self._side.directory.get(self._address)
-        if self._source is None:
+    def _open(self, rank: int) -> None:
+        sources = self._side.directory.get(self._address)
+        if not sources:
             raise PeerLostError(f"room {self._number}: no prefill instance at bootstrap server {self._address}")
+        if not 0 <= rank < len(sources):
+            raise RemoteProtocolError(
+                f"room {self._number}: bootstrap server {self._address} has {len(sources)} data-parallel ranks, "
+                f"not rank {rank}"
+            )
+        self._source = sources[rank]
         assert isinstance(self._side.endpoint, DecodeEndpoint)
-        tag = b"" if self._prompt is None else prompt_tag(self._prompt)
-        self._handle = self._side.endpoint.open(room_of(self._number), self._source, tag=tag)
+        self._handle = self._side.endpoint.open(room_of(self._number), self._source, tag=_tag(self._prompt))
         if self._error is not None:  # SGLang ended it before the instance was known, and prefill waits
             self._handle.abort(str(self._error))
 
@@ -393,6 +436,17 @@ class ReceiverRoom(Room):
         if self._handle is None and problem is not None:
             self.refuse(PeerLostError(f"room {self._number}: {problem}"))
         super().abort()
+
+    @property
+    def exposed(self) -> bool:
+        """Whether something may still write into the pages."""
+        return self._handle is not None and not self._handle.released and not self._side.closed
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """SGLang has seen the failure, here or on another rank, and asks whether it has to keep the pages."""
+        self.abort_notified = self.exposed
+        if self.abort_notified:
+            self._side.kept[self._number] = self
 
     def clear(self) -> None:
         """SGLang forgets the request."""

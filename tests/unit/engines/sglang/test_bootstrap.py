@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +20,9 @@ from disagg_kv.engines.sglang.bootstrap import MOST_BYTES, BootstrapServer, Dire
 from disagg_kv.errors import ConfigurationError, PeerLostError
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 SOURCE = Source("sglang host 1", ("unix:///a", "unix:///b"))
 
@@ -54,9 +58,50 @@ def test_what_rank_0_registers_is_found(server: BootstrapServer, directory: Dire
     assert "no prefill instance of disagg_kv has registered" in problem(directory, address)
     register(address, SOURCE, threading.Event()).join(5)
     wait(lambda: directory.ensure(address), lambda: str(directory.problem(address)))
-    assert directory.get(address) == SOURCE
+    assert directory.get(address) == (SOURCE,)
     assert directory.problem(address) is None
     assert directory.ensure(address)
+
+
+def test_the_instances_of_a_server_are_found_once_all_have_registered(
+    server: BootstrapServer, directory: Directory
+) -> None:
+    """One for each data-parallel rank, in their order. If one is lost, all are asked for again."""
+    address, other = f"127.0.0.1:{server.port}", Source("sglang host 9", ("unix:///z",))
+    register(address, other, threading.Event(), 1, 2).join(5)
+    assert "no prefill instance of disagg_kv has registered" in problem(directory, address)
+    register(address, SOURCE, threading.Event(), 0, 2).join(5)
+    wait(lambda: directory.ensure(address), lambda: str(directory.problem(address)))
+    assert directory.get(address) == (SOURCE, other)
+    directory.forget(other.instance)
+    assert not directory.get(address)
+
+
+def test_nobody_sees_one_of_several_instances_alone(server: BootstrapServer) -> None:
+    """Asked at every instruction with which the server takes the description of one of two."""
+    seen: list[int] = []
+    answers = threading.Event()
+
+    def trace(frame: FrameType, event: str, arg: object) -> TraceFunction | None:
+        if frame.f_code.co_name == "_answer" and frame.f_back is not None and frame.f_back.f_code.co_name == "do_PUT":
+            answers.set()
+        if frame.f_code.co_name != "do_PUT" or answers.is_set():
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen.append(ask(server, "GET", "/instance"))
+        return trace
+
+    before = threading.gettrace()
+    threading.settrace(trace)
+    try:
+        assert ask(server, "PUT", "/instance/1/2", b"{}") == 204
+    finally:
+        threading.settrace(before)
+    assert len(seen) > 50
+    assert set(seen) == {404}
+    assert ask(server, "PUT", "/instance/0/2", b"{}") == 204
+    assert ask(server, "GET", "/instance") == 200
 
 
 def test_an_instance_that_is_lost_is_asked_for_again(server: BootstrapServer, directory: Directory) -> None:
@@ -65,13 +110,13 @@ def test_an_instance_that_is_lost_is_asked_for_again(server: BootstrapServer, di
     wait(lambda: directory.ensure(address), lambda: "the first")
     again = Source("sglang host 2", ("unix:///c",))
     register(address, again, threading.Event()).join(5)
-    assert directory.get(address) == SOURCE
+    assert directory.get(address) == (SOURCE,)
     directory.forget("another")
-    assert directory.get(address) == SOURCE
+    assert directory.get(address) == (SOURCE,)
     directory.forget(SOURCE.instance)
-    assert directory.get(address) is None
+    assert not directory.get(address)
     wait(lambda: directory.ensure(address), lambda: "the second")
-    assert directory.get(address) == again
+    assert directory.get(address) == (again,)
 
 
 def test_registration_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +165,7 @@ def test_an_address_of_ip_6(directory: Directory) -> None:
     address = f"[::1]:{server.port}"
     register(address, SOURCE, threading.Event()).join(5)
     wait(lambda: directory.ensure(address), lambda: str(directory.problem(address)))
-    assert directory.get(address) == SOURCE
+    assert directory.get(address) == (SOURCE,)
     server.close()
 
 
@@ -128,9 +173,10 @@ def test_requests_that_make_no_sense(server: BootstrapServer) -> None:
     assert ask(server, "GET", "/health") == 200
     assert ask(server, "GET", "/instance") == 404
     assert ask(server, "GET", "/elsewhere") == 404
-    assert ask(server, "PUT", "/elsewhere", b"{}") == 403
-    assert ask(server, "PUT", "/instance", b"{}", **{"Content-Length": str(MOST_BYTES + 1)}) == 413
-    assert ask(server, "PUT", "/instance", b"{}", **{"Content-Length": "many"}) == 413
+    for elsewhere in ("/elsewhere", "/instance", "/instance/1/1", "/instance/0/99999", "/instance/a/1"):
+        assert ask(server, "PUT", elsewhere, b"{}") == 403
+    assert ask(server, "PUT", "/instance/0/1", b"{}", **{"Content-Length": str(MOST_BYTES + 1)}) == 413
+    assert ask(server, "PUT", "/instance/0/1", b"{}", **{"Content-Length": "many"}) == 413
 
 
 @pytest.mark.parametrize(
@@ -147,9 +193,9 @@ def test_requests_that_make_no_sense(server: BootstrapServer) -> None:
 )
 def test_an_answer_that_describes_no_instance(server: BootstrapServer, directory: Directory, content: bytes) -> None:
     address = f"127.0.0.1:{server.port}"
-    assert ask(server, "PUT", "/instance", content) == 204
+    assert ask(server, "PUT", "/instance/0/1", content) == 204
     assert "describes no instance" in problem(directory, address)
-    assert directory.get(address) is None
+    assert not directory.get(address)
 
 
 def test_another_server_at_that_address(directory: Directory) -> None:
@@ -177,7 +223,7 @@ NOWHERE = (
 @pytest.mark.parametrize("address", NOWHERE)
 def test_addresses_at_which_nothing_answers(directory: Directory, address: str) -> None:
     assert problem(directory, address)
-    assert directory.get(address) is None
+    assert not directory.get(address)
 
 
 @contextmanager
@@ -211,7 +257,7 @@ def test_silent_hosts_hold_up_neither_the_scheduler_nor_an_instance_that_answers
         assert not any(directory.ensure(host) for host in hosts)
         assert time.monotonic() - began < 5
         wait(lambda: [directory.ensure(host) for host in (*hosts, good)][-1], lambda: str(directory.problem(good)))
-        assert directory.get(good) == SOURCE
+        assert directory.get(good) == (SOURCE,)
         assert not any(directory.problem(host) for host in hosts)
 
 
@@ -269,7 +315,7 @@ def test_of_too_many_addresses_those_without_an_instance_go_first(
         wait(lambda: directory.ensure(address), lambda: "the answer")  # noqa: B023
     assert not directory.problem("none:1")
     wait(lambda: directory.ensure("d:1"), lambda: "the answer")
-    assert [directory.get(address) is not None for address in ("a:1", "b:1", "c:1", "d:1")] == [False, True, True, True]
+    assert [bool(directory.get(address)) for address in ("a:1", "b:1", "c:1", "d:1")] == [False, True, True, True]
 
 
 def test_questions_that_are_open_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +15,19 @@ import pytest
 import torch
 
 from disagg_kv.engines.common import CommonCache
+from disagg_kv.engines.opening import Opened, open_endpoints
+from disagg_kv.engines.sglang import host
 from disagg_kv.engines.sglang.bootstrap import BootstrapServer
 from disagg_kv.engines.sglang.host import (
     FIRST_TOKEN,
+    REASONS,
     ServerFacts,
     announce,
     cache_dtype,
     common_of,
     first_token,
     open_side,
+    prompt_of,
     refuse,
 )
 from disagg_kv.engines.sglang.options import SGLangOptions
@@ -106,7 +111,7 @@ def transferred(given: dict[str, Any]) -> Source:
     try:
         announce("0.0.0.0", server.port, source)
         wait(lambda: decode.directory.ensure(address), lambda: str(decode.directory.problem(address)))
-        assert decode.source_at(address) == source
+        assert decode.directory.get(address) == (source,)
         sender, receiver = SenderRoom(prefill, NANOSECONDS), ReceiverRoom(decode, address, NANOSECONDS)
         receiver.asked(range(7), None)
         receiver.init(0)
@@ -172,8 +177,8 @@ def test_prefill_converts_to_decodes_float8_with_its_scales() -> None:
 
 
 def test_the_bootstrap_server_of_its_own_host() -> None:
-    for host in ("127.0.0.1", "::", ""):
-        announce(host, 1, SimpleNamespace(instance="a", addresses=())).set()  # type: ignore[arg-type]
+    for name in ("127.0.0.1", "::", ""):
+        announce(name, 1, SimpleNamespace(instance="a", addresses=())).set()  # type: ignore[arg-type]
 
 
 def test_types_of_caches() -> None:
@@ -188,14 +193,57 @@ def test_types_of_caches() -> None:
         cache_dtype("fp8_e4m3", "bfloat16", "float8_e4m3fnuz")
 
 
-def test_what_is_not_moved_is_refused_by_name() -> None:
+@pytest.mark.parametrize("name", REASONS)
+def test_what_of_sglang_is_not_supported_is_refused_by_name(name: str) -> None:
+    """With the reason; the plug-in looks whether it is used."""
+    args, others = Memory().args, dict.fromkeys(REASONS, False)
+    refuse(args, others)
+    with pytest.raises(UnsupportedError, match=re.escape(f"does not support SGLang's {name} ({REASONS[name]}) yet")):
+        refuse(args, {**others, name: True})
+    assert f'"{name}": ' in (Path(host.__file__).parent / "plugin.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state_types": [StateType.MAMBA]}, "mamba states (a request has one state in place of rows)"),
+        ({"state_types": ["swa"]}, "swa states (layers with a sliding window have pages of their own"),
+        ({"state_types": ["dsa"]}, "dsa states (a sparse index has a buffer of its own)"),
+        ({"state_types": ["of_tomorrow"]}, "of_tomorrow states (they are not described)"),
+        ({"num_draft_entries": 4}, "a draft model's cache (its layers are not described)"),
+        ({"kv_layout": "v4"}, "the layout v4 (its bytes are not described)"),
+    ],
+)
+def test_caches_that_are_not_moved_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     args = Memory().args
-    refuse(args, {"pipeline parallelism": False})
-    args.state_types, args.num_draft_entries, args.kv_layout = [StateType.MAMBA, "swa"], 4, "v4"
-    with pytest.raises(UnsupportedError) as found:
-        refuse(args, {"pipeline parallelism": True})
-    for text in ("pipeline parallelism", "mamba states", "swa states", "draft model", "layout v4"):
-        assert text in str(found.value)
+    vars(args).update(changes)
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        refuse(args, {})
+
+
+@pytest.mark.parametrize(("produces", "defers", "path"), [(0, 0, "staged"), (0, 1, "auto"), (1, 0, "auto")])
+def test_pages_are_exposed_where_the_server_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, produces: bool, defers: bool, path: str
+) -> None:
+    """Of prefill peers read none by themselves."""
+    taken: list[str] = []
+
+    def opened(*args: Any, **given: Any) -> Opened:
+        taken.append(given["strategy"])
+        return open_endpoints(*args, **given)
+
+    monkeypatch.setattr(host, "open_endpoints", opened)
+    side, _ = Memory().side(SGLangOptions(), produces=bool(produces), defers=bool(defers))
+    side.close()
+    assert taken == [f"{path}+per_chunk+incremental"]
+    assert side.defers == bool(defers)
+
+
+def test_the_prompt_of_a_request_is_compared_unless_tokens_do_not_say_all() -> None:
+    plain = SimpleNamespace(multimodal_inputs=None, input_embeds=None, origin_input_ids=[1, 2])
+    assert prompt_of(plain) == [1, 2]
+    assert prompt_of(SimpleNamespace(**{**vars(plain), "multimodal_inputs": object()})) is None
+    assert prompt_of(SimpleNamespace(**{**vars(plain), "input_embeds": [[0.5]]})) is None
 
 
 def server(folder: Path, **changes: Any) -> Any:

@@ -28,21 +28,36 @@ def read(given: object) -> SGLangOptions:
 def test_the_defaults_need_no_variable() -> None:
     options = SGLangOptions.from_environment({})
     assert options == SGLangOptions.from_environment({VARIABLE: ""}) == read({}) == SGLangOptions()
-    assert options.names() == "staged+per_chunk+incremental"
+    assert options.names(exposes=True) == "auto+per_chunk+incremental"
 
 
 @pytest.mark.parametrize("taken", ["auto", "per_chunk", "auto+incremental", "incremental+per_chunk", "staged"])
-def test_no_strategy_exposes_pages(taken: str) -> None:
-    """SGLang frees them without waiting for peers. The others are refused, see below."""
+def test_no_strategy_exposes_pages_that_sglang_frees_without_waiting(taken: str) -> None:
+    """The endpoint takes one path by its name."""
     no_pages_are_exposed(taken)
 
 
 def no_pages_are_exposed(taken: str = "auto") -> None:
-    """By the endpoint of either side, which takes one path by its name."""
-    chosen = strategy(read({"strategy": taken}).names())
+    chosen = strategy(read({"strategy": taken}).names(exposes=False))
     exposing = {AUTO, *(name for name, path in paths().items() if exposes_pages(path))}
     assert chosen.path not in exposing
     assert (chosen.schedule.name, chosen.selection.name) == ("per_chunk", "incremental")
+
+
+def test_data_parallel_instances_have_metrics_at_ports_of_their_own() -> None:
+    options = read({"metrics": "127.0.0.1:9100"})
+    assert [options.of_instance(number, 2).metrics for number in (0, 1, 3)] == [
+        f"127.0.0.1:{port}" for port in (9100, 9102, 9106)
+    ]
+    for none in ({}, {"metrics": "localhost:0"}):
+        assert read(none).of_instance(3, 2) == read(none)
+
+
+def test_mapped_needs_a_server_that_waits() -> None:
+    options = read({"strategy": "mapped"})
+    assert options.names(exposes=True) == "mapped+per_chunk+incremental"
+    with pytest.raises(ConfigurationError, match="DEFERRED_DECODE_KV_RELEASE=0, or --enable-memory-saver"):
+        options.names(exposes=False)
 
 
 def test_every_option_is_taken() -> None:
@@ -50,10 +65,10 @@ def test_every_option_is_taken() -> None:
     given |= {"metrics": "[::1]:9100", "status_socket": True}
     options = read(given)
     assert {name: getattr(options, name) for name in given} == given
-    assert options.names() == "staged+per_chunk+incremental"
+    assert options.names(exposes=True) == "auto+per_chunk+incremental"
     options = read({"strategy": "per_chunk"})
-    assert options.names() == "staged+per_chunk+incremental"
-    assert read({"strategy": "staged"}).names() == "staged+per_chunk+incremental"
+    assert options.names(exposes=False) == "staged+per_chunk+incremental"
+    assert read({"strategy": "staged"}).names(exposes=True) == "staged+per_chunk+incremental"
 
 
 @pytest.mark.parametrize(
@@ -61,9 +76,8 @@ def test_every_option_is_taken() -> None:
     [
         ("{", f"{VARIABLE}: no JSON"),
         ("[]", f"{VARIABLE}: no JSON object"),
-        ('{"strategy": "direct"}', "'direct' peers write into pages"),
-        ('{"strategy": "slice+incremental"}', "'slice' peers write into pages"),
-        ('{"strategy": "mapped"}', "'mapped' peers write into pages"),
+        ('{"strategy": "direct"}', "'direct' a network reads pages"),
+        ('{"strategy": "slice+incremental"}', "'slice' a network reads pages"),
         ('{"strategy": "staged+layer_pipelined"}', "'layer_pipelined' is not supported"),
         ('{"channel": "pigeon"}', "channel 'pigeon'"),
     ],

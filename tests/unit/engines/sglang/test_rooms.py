@@ -6,6 +6,8 @@ import json
 import random
 import threading
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ import pytest
 from disagg_kv.core import Options, Phase
 from disagg_kv.engines.sglang import bootstrap, rooms
 from disagg_kv.engines.sglang.options import SGLangOptions
-from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
-from disagg_kv.errors import ConfigurationError, EndpointBrokenError, UnsupportedError
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.errors import ConfigurationError, EndpointBrokenError, RemoteProtocolError, UnsupportedError
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
 from tests.support.rig_parts import FiredEvent
@@ -23,6 +25,8 @@ from tests.support.sglang_like import BOOTSTRAP, DIM, LAYERS, Decode, Prefill, s
 from .conftest import Pair
 
 ROW_BYTES = LAYERS * 2 * 4 * DIM * 2
+WAITS: dict[str, Any] = {"strategy": SGLangOptions().names(exposes=True), "defers": True}
+"""A server that keeps the pages of failed requests until nothing writes to them."""
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -133,22 +137,143 @@ def test_the_failure_of_a_rank_is_that_of_all(pair: Pair) -> None:
     assert len(p.free) == len(d.free) == 39
 
 
-def test_what_another_engine_sends_to_decode_is_staged(pair: Pair) -> None:
-    """Also if it could write into pages: decode exposes none, as SGLang frees them without waiting."""
-    ours, other = {"strategy": SGLangOptions().names()}, {"strategy": "auto+incremental"}
+def test_what_another_engine_sends_to_a_server_that_does_not_wait_is_staged(pair: Pair) -> None:
+    """Also if prefill could write into pages: decode exposes none, as SGLang frees them without waiting."""
+    ours, other = {"strategy": SGLangOptions().names(exposes=False)}, {"strategy": "auto+incremental"}
     p, d = pair((2, 1), decode=ours, prefill=other, verify="full")
+    assert paths_of(p, d, 3) == ["staged"] * 3
+
+
+def paths_of(p: Prefill, d: Decode, count: int) -> list[str]:
+    """The paths of some requests, one after another."""
+    found = []
+    for number in range(1, count + 1):
+        p.add(number, prompt(30, number))
+        (receiver,) = d.add(number, prompt(30, number)).rooms
+        wait(lambda number=number: settled(p, d, number), lambda: f"{p.ended} {d.ended}")  # type: ignore[misc]
+        assert (p.ended[number], d.ended[number]) == ("done", "done")
+        assert receiver._handle is not None
+        found.append(receiver._handle.report.path)
+    return found
+
+
+@pytest.mark.parametrize("pages", [(4, 4), (4, 1), (1, 4)])
+def test_prefill_copies_into_the_pages_of_a_server_that_waits(pair: Pair, pages: tuple[int, int]) -> None:
+    """Once each prefill rank has said that it has mapped decode's pool; before that it is staged."""
+    sizes = [{"page": page, "pages": 160 // page} for page in pages]
+    p, d = pair((2, 1), prefill=sizes[0], decode=sizes[1], verify="full", **WAITS)
+    found = paths_of(p, d, 6)
+    assert found[-1] == "mapped"
+    assert set(found) <= {"staged", "mapped"}
+
+
+def test_pages_of_a_failed_request_are_kept_until_nothing_writes_to_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is reported at once, on all ranks; the scheduler never waits."""
+    p, d = pair((1, 2), **WAITS)
     p.add(1, prompt(30))
-    (receiver,) = d.add(1, prompt(30)).rooms
+    request = d.add(1, prompt(30))
+    wait(lambda: settled(p, d, 1) or bool(d.transfer), lambda: "the transfer")
+    pages, late = list(request.pages), [Late(), Late()]
+    for room, one in zip(request.rooms, late, strict=True):
+        monkeypatch.setattr(room, "_handle", one)
+    for one in late:
+        one.phase = Phase.DONE
+    d.step()
+    assert 1 not in d.ended, "a room is no failure because its pages are not released yet"
+    d.abort(1)
+    late[0].phase = Phase.FAILED
+    d.step()
+    assert "SGLang has ended the request" in d.ended[1]
+    assert [len(side.kept) for side in d.sides] == [1, 1]
+    for one in late:
+        d.step()
+        assert not set(pages) & set(d.free)
+        one.released = True
+    d.step()
+    assert set(pages) <= set(d.free)
+    assert [len(side.kept) for side in d.sides] == [0, 0]
+
+
+def test_a_failed_room_keeps_its_pages_until_nothing_writes_to_them() -> None:
+    """SGLang sees the failure at once, and asks for the pages in each step."""
+    endpoint: Any = SimpleNamespace(closed=False, poll=list)
+    side, late = Side(endpoint, 4, defers=True), Late()
+    room = ReceiverRoom(side, BOOTSTRAP, 1)
+    room._handle, late.phase = late, Phase.FAILED  # type: ignore[assignment]
+    assert room.poll() is Poll.FAILED
+    room.ensure_abort_notified(force_arm=True)
+    assert room.abort_notified
+    assert not side.free(1)
+    late.released = True
+    assert side.free(1)
+
+
+class Late:
+    """Of a room that a peer may still write to."""
+
+    def __init__(self) -> None:
+        self.released, self.phase, self.error = False, Phase.MOVING, None
+
+    def abort(self, reason: str) -> None:
+        """Without an answer yet."""
+
+
+def test_a_rank_that_only_waits_for_another_one_keeps_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own pages are free: SGLang keeps them as long as the other rank's, so that all ranks admit the same."""
+    p, d = pair((1, 2), **WAITS)
+    p.add(1, prompt(30))
+    request = d.add(1, prompt(30))
+    wait(lambda: settled(p, d, 1) or bool(d.transfer), lambda: "the transfer")
+    late, over = Late(), Late()
+    late.phase, over.released = Phase.FAILED, True
+    monkeypatch.setattr(request.rooms[0], "_handle", late)
+    monkeypatch.setattr(request.rooms[1], "_handle", over)
+    d.step()
+    assert [room.abort_notified for room in request.rooms] == [True, False]
+    assert len(d.held) == 1
+    late.released = True
+    d.step()
+    assert not d.held
+
+
+def test_a_request_comes_from_the_data_parallel_rank_that_has_it(pair: Pair) -> None:
+    """Each is an instance of its own; a rank that there is not is refused by name."""
+    p, d = pair()
+    (side,) = d.sides
+    side.directory._places[BOOTSTRAP] = bootstrap._Place((Source("sglang other", ("inproc://other-0",)), p.source))
+    p.add(1, prompt(20))
+    request = d.add(1, prompt(20))
+    d.pending.clear()
+    request.rooms[0].init(1)
     wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
     assert (p.ended[1], d.ended[1]) == ("done", "done")
-    assert receiver._handle is not None
-    assert receiver._handle.report.path == "staged"
+    for rank in (2, -1):
+        room = ReceiverRoom(side, BOOTSTRAP, 5)
+        room.init(rank)
+        assert room.poll() is Poll.FAILED
+        with pytest.raises(RemoteProtocolError, match=f"has 2 data-parallel ranks, not rank {rank}"):
+            room.failure_exception()
 
 
+def test_two_prompts_of_one_length_in_one_room_are_told_apart(pair: Pair) -> None:
+    """Decode's request fails by name; the prompt that prefill has in that room waits for its own decode request."""
+    p, d = pair()
+    p.add(1, prompt(30, 1))
+    d.add(1, prompt(30, 2))
+    wait(lambda: d.over(1), lambda: str(d.ended))
+    assert "prefill's tag" in d.ended[1]
+    p.abort(1)
+    wait(lambda: p.over(1), lambda: str(p.ended))
+    assert serve(p, d, 2, prompt(30)) == ("done", "done")
+
+
+@pytest.mark.parametrize("given", [{}, WAITS], ids=["staged", "waits"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("steps", range(8))
-def test_aborts_at_any_time_free_all_pages(pair: Pair, side: str, steps: int) -> None:
-    p, d = pair((2, 1), budget=4)
+def test_aborts_at_any_time_free_all_pages(pair: Pair, side: str, steps: int, given: dict[str, Any]) -> None:
+    p, d = pair((2, 1), budget=4, **given)
     p.add(1, prompt(30))
     d.add(1, prompt(30))
     for _ in range(steps):
@@ -159,15 +284,17 @@ def test_aborts_at_any_time_free_all_pages(pair: Pair, side: str, steps: int) ->
         (d if side == "prefill" else p).abort(1)  # the sides have not met
     wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
     assert serve(p, d, 2, prompt(20)) == ("done", "done")
+    wait(lambda: settled(p, d) and not d.held, lambda: str(d.held))
     assert len(p.free) == len(d.free) == 39
     assert len(p.rows) == len(d.rows) == 6
 
 
+@pytest.mark.parametrize("given", [{}, WAITS], ids=["staged", "waits"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_aborts(pair: Pair, seed: int) -> None:
+def test_random_aborts(pair: Pair, seed: int, given: dict[str, Any]) -> None:
     """Rows that arrive are right, and no page is lost, whatever is aborted when."""
     draw = random.Random(seed)
-    p, d = pair(draw.choice([(1, 1), (1, 2), (2, 1)]), budget=draw.choice([3, 8, 99]), decode={"radix": False})
+    p, d = pair(draw.choice([(1, 1), (1, 2), (2, 1)]), budget=draw.choice([3, 8, 99]), **given)
     names = range(1, 31)
     alive: list[int] = []
     for room in names:
@@ -182,7 +309,7 @@ def test_random_aborts(pair: Pair, seed: int) -> None:
                 gone = draw.choice(alive)
                 for server in draw.sample((p, d), 2):  # a client that goes away does so on both
                     server.abort(gone)
-    wait(lambda: settled(p, d, *names), lambda: f"{p.ended} {d.ended}")
+    wait(lambda: settled(p, d, *names) and not d.held, lambda: f"{p.ended} {d.ended}")
     assert len(p.free) == len(d.free) == 39
     assert "done" in d.ended.values()
 
@@ -195,8 +322,8 @@ def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair, monkeypatch: py
     assert serve(p, d, 1, prompt(9)) == ("done", "done")
     for one in p.sides:
         one.close()
-    wait(lambda: side.source_at(BOOTSTRAP) is None, lambda: str(side.endpoint.peers()))
-    assert side.directory.get(BOOTSTRAP) == p.source, "to look at the table changes nothing"
+    wait(lambda: side._doubts(p.source), lambda: str(side.endpoint.peers()))
+    assert side.directory.get(BOOTSTRAP) == (p.source,), "SGLang's scheduler relies on what it has seen in this step"
 
     def ask(address: str, method: str) -> bytes:
         asked.append(address)
@@ -206,9 +333,9 @@ def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair, monkeypatch: py
     d.add(2, prompt(9))
     wait(lambda: d.over(2), lambda: str(d.ended))
     assert asked == [BOOTSTRAP]
-    assert side.directory.get(BOOTSTRAP) is None
+    assert not side.directory.get(BOOTSTRAP)
     wait(lambda: side.ensure(BOOTSTRAP), lambda: "the answer")
-    assert side.source_at(BOOTSTRAP) == p.source
+    assert side.directory.get(BOOTSTRAP) == (p.source,)
 
 
 def answer(source: Source) -> bytes:
@@ -218,9 +345,13 @@ def answer(source: Source) -> bytes:
 
 @pytest.mark.parametrize("pages", [(1, 1), (4, 4), (1, 16)])
 def test_a_shorter_prompt_on_prefill_is_refused(pair: Pair, pages: tuple[int, int]) -> None:
-    """By one token, within a page too: decode would read rows that were never written. A longer one has no pages."""
+    """By one token, within a page too: decode would read rows that were never written. A longer one has no pages.
+
+    Where the tokens of both sides are not compared, as with images.
+    """
     sizes = [{"page": page, "pages": 160 // page} for page in pages]
     p, d = pair(prefill=sizes[0], decode=sizes[1])
+    p.compares = False
     p.add(1, prompt(29))
     d.add(1, prompt(30))
     wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
@@ -272,11 +403,11 @@ def test_another_instance_at_an_address_is_asked_for(pair: Pair) -> None:
     p, d = pair()
     side = d.sides[0]
     earlier = Source("sglang earlier", p.source.addresses)
-    side.directory._places[BOOTSTRAP] = bootstrap._Place(earlier)
+    side.directory._places[BOOTSTRAP] = bootstrap._Place((earlier,))
     d.add(1, prompt(9))
     wait(lambda: d.over(1), lambda: str(d.ended))
     assert "sglang earlier" in d.ended[1]
-    assert side.directory.get(BOOTSTRAP) is None
+    assert not side.directory.get(BOOTSTRAP)
     d.knows(p)
     assert serve(p, d, 2, prompt(9)) == ("done", "done")
 
@@ -327,15 +458,12 @@ def test_copies_that_do_not_end_are_logged(
     handle = sender._handle
     assert handle is not None
 
-    class Late:
-        released = False
-        phase = Phase.MOVING
-
+    class Slow(Late):
         def abort(self, reason: str) -> None:
             """Released a moment later."""
             threading.Timer(0.1, lambda: setattr(self, "released", True)).start()
 
-    late = Late()
+    late = Slow()
     monkeypatch.setattr(sender, "_handle", late)
     sender.abort()
     assert late.released
