@@ -21,6 +21,9 @@ NEW, LOAD_NEW = 16, 32
 WARM_LOAD = 16
 """Requests in flight, once, before anything counts."""
 
+SLOW_S = 2.0
+"""A peer that needs longer for a prompt, twice, is left out of what follows, where peers may be left out."""
+
 GRACE_S = 10.0
 """After the time limit, the request that runs may end."""
 
@@ -42,7 +45,7 @@ class Plan:
         oracle: the mode whose tokens all others are compared with.
         alone: the mode of an instance that transfers nothing. Where there is one, a gap is the time to the first token
             less the median of this mode.
-        peers_may_fail: a peer whose requests fail is left out, which the results say.
+        peers_may_fail: a peer whose requests fail, or take longer than SLOW_S, is left out, which the results say.
     """
 
     pairs: Sequence[Pair]
@@ -166,7 +169,7 @@ class Run:
                 for length in self.plan.lengths:
                     for again in range(2):
                         sample = await self._ask(mode, 900 + again, length, 4, again=True)
-                        if sample is None:
+                        if sample is None or (again and self._is_slow(mode, length, sample)):
                             return
                         if not again:
                             first = sample.gap if self.plan.alone is None else sample.ttft
@@ -178,6 +181,13 @@ class Run:
             await self._load(mode, WARM_LOAD, WARM_LOAD, 800)
         self._done("warm-up")
         return 1.2 * (self.now - began) / WARM_LOAD * sum(self.plan.loads.values())
+
+    def _is_slow(self, mode: Mode, length: int, sample: Sample) -> bool:
+        if sample.ttft < SLOW_S or self.live[mode.pair].pair.connector == "ours" or not self.plan.peers_may_fail:
+            return False
+        self._fail(f"{mode.name}, {length:,} tokens: {sample.ttft:.1f} s", self.live[mode.pair].pair)
+        self.modes = [other for other in self.modes if other != mode]
+        return True
 
     async def _singles(self, until: float) -> None:
         """Repetitions of all lengths, as many as fit."""

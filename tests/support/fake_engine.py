@@ -2,7 +2,7 @@
 
 Tokens depend on the seed alone, as those of any right engine do. The variable ``FAKE_ENGINE`` names what an instance
 does instead, as ``push-decode=wrong``: ``wrong`` tokens, an ``error`` for each request or ``once``, no answer
-(``silent``), or ``end`` at once.
+(``silent``), a late one of SGLang (``slow``), or ``end`` at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def answer_of_sglang(config: dict[str, Any], request: dict[str, Any], fault: str
     if fault == "error" or (mode != "null" and not where <= args.keys()) or request["room"] < 1 << 40:
         return {"id": request["id"], "error": "as asked for, or arguments are missing, or the room may not be new"}
     tokens = np.random.default_rng(request["seed"] + (fault == "wrong")).integers(1000, size=request["new"]).tolist()
-    first = time.monotonic() + LATER_S * {"null": 1, "prefill": 0, "decode": 2}[mode]
+    first = time.monotonic() + LATER_S * ({"null": 1, "prefill": 0, "decode": 2}[mode] + (fault == "slow"))
     return {"id": request["id"], "tokens": tokens, "t0": t0, "t1": first, "t2": first + 1e-3}
 
 

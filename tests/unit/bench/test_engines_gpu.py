@@ -329,7 +329,9 @@ def test_the_names_of_the_weights_are_those_of_a_llama(tmp_path: Path) -> None:
 def run_of_sglang(out: Path, topology: str = "2to1") -> tuple[int, dict[str, Any]]:
     """The exit code and the document of a run with engines that compute nothing."""
     given = arguments(out, "--engine", "sglang", "--topology", topology, "--block", "16")
-    code = cli.measure(given, TWO, FAKE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(measure, "SLOW_S", 2.5 * fake_engine.LATER_S)
+        code = cli.measure(given, TWO, FAKE)
     document: dict[str, Any] = json.loads((out / f"sglang_{topology}_16.json").read_text())
     return code, document
 
@@ -391,6 +393,10 @@ def test_a_backend_of_sglang_that_fails_is_left_out_and_ours_makes_the_run_red(
     assert code == 0
     assert "mooncake" in document["dropped"][0]
     assert "mooncake, at once" not in {one["mode"] for one in document["singles"]}
+    monkeypatch.setenv("FAKE_ENGINE", "nixl-decode=slow")
+    code, document = run_of_sglang(tmp_path, "1to1")
+    assert (code, document["oracle"]) == (0, "ours, at once")
+    assert document["dropped"] == [f"nixl, at once, 512 tokens: {3 * fake_engine.LATER_S:.1f} s"]
     monkeypatch.setenv("FAKE_ENGINE", f"disagg_kv-decode={fault}")
     code, document = run_of_sglang(tmp_path, "1to1")
     assert code == 1
