@@ -87,7 +87,7 @@ class BlockGroup:
 def tag_of(request: EngineRequest, tokens: int | None = None) -> bytes | None:
     """A digest of what the rows of a prompt depend on; None: it has embeddings, of which there is none.
 
-    ``tokens``: of so many leading tokens of the prompt and what was generated.
+    ``tokens``: the number of leading tokens, of the prompt and what was generated; None: the prompt's.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None

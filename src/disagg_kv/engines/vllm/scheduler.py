@@ -294,7 +294,7 @@ class SchedulerSide:
         tag: bytes | None,
         claim_s: float | None = None,
     ) -> None:
-        """Load the last ``lacking`` of so many tokens, or decline all of them."""
+        """Load the last ``lacking`` of ``tokens``, or decline all of them."""
         try:
             origin = origin_of()
             if lacking and tag is not None:

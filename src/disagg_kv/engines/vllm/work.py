@@ -72,7 +72,7 @@ class Hold:
         stop: one past the last row.
         pages: of the rows.
         tag: digest of their tokens.
-        seconds: after which nobody is expected to ask.
+        seconds: within which it is expected to ask.
     """
 
     transfer: str
