@@ -178,6 +178,8 @@ def test_blocks_are_free_after_the_time_or_total_s(make: Made, hold: float, opti
     began = time.monotonic()
     chat.turn(p)
     assert d.side.held.names
+    assert chat.params is not None
+    assert chat.params["earlier"]["until"] <= time.time() + 0.3
     check_quiet(p, d)
     assert time.monotonic() - began >= 0.3
     assert d.reports["sent", chat.answered] == 2
