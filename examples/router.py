@@ -1,6 +1,6 @@
 """A router for prefill and decode servers of vLLM and SGLang: one of each kind a request. OpenAI's completions.
 
-    python router.py --prefill vllm=HOST:8100 --decode vllm=HOST:8200 [--after-prefill]
+    python router.py --prefill vllm=HOST:8100 --decode vllm=HOST:8200 [--after-prefill] [--hold-s SECONDS]
     python router.py --prefill sglang=HOST:30000/8998 --decode sglang=HOST:31000
     python router.py --prefill sglang=HOST:30000/8998 --decode vllm=HOST:8200
     python router.py --prefill vllm=HOST:8100 --decode sglang=HOST:31000 [--host ADDRESS]
@@ -18,6 +18,10 @@ Both servers get a request at once: decode reserves memory while prefill compute
   a server whose answers alternate, since it has several data-parallel ranks.
 * **vLLM prefills, SGLang decodes.** Decode is asked once prefill has answered: the answer has the first token. SGLang
   asks a bootstrap server for the addresses. The router has one, at ``--host`` and a port for each prefill server.
+
+With ``--hold-s`` rows go **both ways** between servers of vLLM whose ``kv_role`` is ``kv_both``: decode holds the rows
+of an answer, and the prefill server of the conversation's next turn loads those that it lacks. Requests with one
+``prompt_cache_key`` are a conversation. vLLM says where the rows are in answers that are not streamed.
 
 Rules:
 
@@ -41,7 +45,7 @@ import json
 import logging
 import random
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,6 +64,11 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 """Keys that only the router sets: they name addresses to which a server connects."""
 
+CONVERSATION = "prompt_cache_key"
+"""OpenAI's name for what requests with a common beginning share."""
+
+MOST_CONVERSATIONS = 1 << 16
+NOTHING: Mapping[str, Any] = {}
 ATTEMPTS = 2
 CLIENT_HAS_GONE = 499
 
@@ -169,6 +178,28 @@ class Origins:
         self._known.pop(url, None)
 
 
+class Turns:
+    """The rows that decode holds of each conversation's last answer, as that answer says; each is given out once."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, dict[str, Any]] = {}
+
+    def take(self, conversation: Any) -> dict[str, Any]:
+        """For the next prompt; empty: none are known."""
+        return self._last.pop(conversation, {}) if isinstance(conversation, str) else {}
+
+    def learn(self, conversation: str, response: Response) -> Response:
+        """Decode has answered. The client's answer names no addresses."""
+        answer = json.loads(bytes(response.body))
+        found = answer.pop("kv_transfer_params", None)
+        if found is not None and "earlier" in found:
+            self._last.pop(conversation, None)
+            self._last[conversation] = {"earlier": found["earlier"]}
+            if len(self._last) > MOST_CONVERSATIONS:
+                del self._last[next(iter(self._last))]
+        return Response(json.dumps(answer), response.status_code, media_type=response.media_type)
+
+
 class Places:
     """A bootstrap server for each prefill server of vLLM, which SGLang asks for the instance and its addresses."""
 
@@ -206,12 +237,18 @@ class Router:
     """Sends each request to the next prefill and the next decode server."""
 
     def __init__(
-        self, prefill: Iterable[str], decode: Iterable[str], *, after_prefill: bool = False, host: str = "127.0.0.1"
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        *,
+        after_prefill: bool = False,
+        host: str = "127.0.0.1",
+        hold_s: float = 0.0,
     ) -> None:
         self._prefill = itertools.cycle([Server.prefill(text) for text in prefill])
         self._decode = itertools.cycle([Server.decode(text) for text in decode])
-        self._after_prefill = after_prefill
-        self._origins, self._places = Origins(), Places(host)
+        self._after_prefill, self._hold_s = after_prefill, hold_s
+        self._origins, self._places, self._turns = Origins(), Places(host), Turns()
         self._computing: set[asyncio.Task[Any]] = set()
 
     @cached_property
@@ -275,19 +312,40 @@ class Router:
     async def _within_vllm(
         self, prefill: Server, decode: Server, path: str, body: dict[str, Any], *, after: bool
     ) -> Response:
+        """Both ways, if decode is to hold the rows of the answer or holds those of the one before."""
+        conversation = body.get(CONVERSATION)
+        earlier = self._turns.take(conversation)
+        if not self._hold_s or not isinstance(conversation, str) or body.get("stream"):
+            return await self._there(prefill, decode, path, body, earlier, {}, after=after)
+        hold = {"hold_s": self._hold_s}
+        return self._turns.learn(
+            conversation, await self._there(prefill, decode, path, body, earlier, hold, after=after)
+        )
+
+    async def _there(
+        self,
+        prefill: Server,
+        decode: Server,
+        path: str,
+        body: dict[str, Any],
+        earlier: dict[str, Any],
+        hold: dict[str, Any],
+        *,
+        after: bool,
+    ) -> Response:
         """At once, if the origin is known; else decode after prefill."""
         transfer, origin = uuid.uuid4().hex, None if after else self._origins.of(prefill.url)
         try:
             if origin is None:
-                params = await self._computed_by_vllm(prefill, path, body, transfer)
-                return await self._decoded(decode, path, {**body, "kv_transfer_params": params})
-            params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer, **origin}
-            computed = asyncio.create_task(self._expected(prefill, path, body, params))
+                params = await self._computed_by_vllm(prefill, path, body, transfer, earlier)
+                return await self._decoded(decode, path, {**body, "kv_transfer_params": {**params, **hold}})
+            params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer, **origin, **hold}
+            computed = asyncio.create_task(self._expected(prefill, path, body, params, earlier))
             return await self._together(
                 computed, self._decoded(decode, path, {**body, "kv_transfer_params": params}, computed)
             )
         except NotSentError:
-            return await self._decoded(decode, path, body)
+            return await self._decoded(decode, path, {**body, "kv_transfer_params": hold} if hold else body)
 
     async def _from_vllm_to_sglang(self, prefill: Server, decode: Server, path: str, body: dict[str, Any]) -> Response:
         """Decode after prefill, whose answer has the first token."""
@@ -322,17 +380,19 @@ class Router:
             decoded.cancel()
             raise
 
-    async def _expected(self, prefill: Server, path: str, body: dict[str, Any], params: dict[str, Any]) -> None:
+    async def _expected(
+        self, prefill: Server, path: str, body: dict[str, Any], params: dict[str, Any], earlier: dict[str, Any]
+    ) -> None:
         """A prefill server of vLLM computes a prompt whose rows decode awaits from an origin."""
-        found = await self._computed_by_vllm(prefill, path, body, params["transfer_id"])
+        found = await self._computed_by_vllm(prefill, path, body, params["transfer_id"], earlier)
         if origin_of(found) != origin_of(params):
             raise RestartedError(502, error(f"{prefill.url} has restarted"))
 
     async def _computed_by_vllm(
-        self, prefill: Server, path: str, body: dict[str, Any], transfer: str
+        self, prefill: Server, path: str, body: dict[str, Any], transfer: str, earlier: Mapping[str, Any] = NOTHING
     ) -> dict[str, Any]:
         """A prefill server of vLLM computes a prompt; returns what decode needs."""
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer, **earlier}
         asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
         for key in ("stream_options", "min_tokens"):
             asked.pop(key, None)
@@ -432,9 +492,14 @@ if __name__ == "__main__":
     parser.add_argument("--prefill", nargs="+", required=True, metavar="SERVER")
     parser.add_argument("--decode", nargs="+", required=True, metavar="SERVER")
     parser.add_argument("--after-prefill", action="store_true", help="vLLM: ask decode once prefill has answered")
+    parser.add_argument(
+        "--hold-s", type=float, default=0.0, help="vLLM, kv_both: seconds for which decode holds answers"
+    )
     given = parser.parse_args()
     try:
-        router = Router(given.prefill, given.decode, after_prefill=given.after_prefill, host=given.host)
+        router = Router(
+            given.prefill, given.decode, after_prefill=given.after_prefill, host=given.host, hold_s=given.hold_s
+        )
     except ValueError as exc:
         parser.error(str(exc))
     uvicorn.run(application(router), host=given.host, port=given.port)

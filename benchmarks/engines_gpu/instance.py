@@ -1,10 +1,11 @@
 """One vLLM instance, which reads requests as lines of JSON and writes answers: ``python -m ... CONFIG``.
 
 ``CONFIG`` is ``{"model", "args", "kv"}``. A request is ``{"id", "seed", "length", "new", "params"}``: its prompt is
-drawn from the seed, in each instance alike, and ``new`` tokens are asked for. An answer has ``tokens``, ``params``, and
-times of ``CLOCK_MONOTONIC``, which all processes of a host share: ``t0`` (handed to vLLM), ``t1`` (first token) and
-``t2`` (last token); or ``error``. The first line is the answer ``ready``. The file imports nothing of this repository:
-the library comes from the instance's ``PYTHONPATH``.
+drawn from the seed, in each instance alike, and ``new`` tokens are asked for; or it has a ``prompt`` instead. An answer
+has ``tokens``, ``params``, the number of tokens of the prompt that were ``cached``, and times of ``CLOCK_MONOTONIC``,
+which all processes of a host share: ``t0`` (handed to vLLM), ``t1`` (first token) and ``t2`` (last token); or
+``error``. The first line is the answer ``ready``. The file imports nothing of this repository: the library comes from
+the instance's ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Server:
         """Serve a request."""
         from vllm import SamplingParams
 
-        tokens = prompt(asked["seed"], asked["length"])
+        tokens = asked.get("prompt") or prompt(asked["seed"], asked["length"])
         extra = {"kv_transfer_params": asked["params"]} if asked.get("params") else None
         sampling = SamplingParams(
             temperature=0.0, max_tokens=asked["new"], ignore_eos=True, extra_args=extra, detokenize=False
@@ -74,6 +75,7 @@ class Server:
                 "id": asked["id"],
                 "tokens": list(last.outputs[0].token_ids),
                 "params": last.kv_transfer_params,
+                "cached": last.num_cached_tokens,
                 "t0": t0,
                 "t1": t1,
                 "t2": time.monotonic(),

@@ -1,10 +1,10 @@
 """A Llama with random weights, whose greedy tokens vary and depend on the whole prompt.
 
-    python -m benchmarks.engines_gpu.model FOLDER
+    python -m benchmarks.engines_gpu.model FOLDER [--tiny]
 
 Its cache has the size of that of Llama 3.1 8B, and the rest is smaller, so that many instances fit on a GPU. Embeddings
 have a standard deviation of 1, and matrices one of 1/sqrt(columns). The default of transformers gives near-constant
-tokens; much larger weights give tokens that rounding changes.
+tokens; much larger weights give tokens that rounding changes. ``--tiny`` is for a trial run on a CPU.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Shape:
         }
 
 
+TINY = Shape(layers=2, hidden=256, heads=2, kv_heads=2, intermediate=256)
+
 BYTES_PER_TOKEN = Shape().layers * 2 * Shape().kv_heads * HEAD_DIM * 2
 """Of the cache, over all ranks."""
 
@@ -100,7 +102,9 @@ def main() -> None:
     """Write the model of the benchmark."""
     parser = argparse.ArgumentParser(description="a Llama with random weights")
     parser.add_argument("folder", type=Path)
-    write(parser.parse_args().folder, Shape())
+    parser.add_argument("--tiny", action="store_true", help="for a trial run on a CPU")
+    given = parser.parse_args()
+    write(given.folder, TINY if given.tiny else Shape())
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ class World:
         server.place = "{}:{}".format(*runner.addresses[0])
         return server
 
-    async def route(self, prefill: list[str], decode: list[str], **options: bool) -> None:
+    async def route(self, prefill: list[str], decode: list[str], **options: float) -> None:
         """Start the router."""
         made = router.Router(prefill, decode, **options)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -174,7 +174,7 @@ class World:
 
         self._stack.push_async_callback(end)
 
-    async def pair(self, prefill: Answer, decode: Answer, **options: bool) -> tuple[Server, Server]:
+    async def pair(self, prefill: Answer, decode: Answer, **options: float) -> tuple[Server, Server]:
         """A server of each kind, behind the router."""
         servers = await self.server(prefill), await self.server(decode)
         await self.route([servers[0].vllm], [servers[1].vllm], **options)
@@ -644,3 +644,87 @@ def test_servers_are_named_with_their_engine() -> None:
     for text in ("h:1", "other=h:1", "sglang="):
         with pytest.raises(ValueError, match="neither"):
             router.Server.decode(text)
+
+
+def holds(earlier: str) -> Answer:
+    """A decode server that does as it is asked."""
+
+    async def answer(body: dict[str, Any]) -> web.StreamResponse:
+        asked = body["kv_transfer_params"].get("hold_s")
+        found = {"do_remote_decode": True, "do_remote_prefill": False, "earlier": {"transfer_id": earlier}}
+        return web.json_response({"choices": [{"text": "decoded"}], "kv_transfer_params": found if asked else None})
+
+    return answer
+
+
+@pytest.mark.parametrize("after_prefill", [False, True])
+def test_the_next_turn_of_a_conversation_names_the_rows_of_the_answer_before(after_prefill: bool) -> None:
+    """Once, to whichever prefill server computes it; the client sees no addresses, and gives none."""
+
+    async def story(world: World) -> None:
+        prefills = [await world.server(computes(name)) for name in ("P", "Q")]
+        decode = await world.server(in_turn(holds("first"), holds("other"), holds("second"), holds("third")))
+        await world.route([one.vllm for one in prefills], [decode.vllm], hold_s=9.0, after_prefill=after_prefill)
+        for conversation in ("a", "b", "a", "a"):
+            asked = {"prompt_cache_key": conversation, "kv_transfer_params": {"earlier": {"transfer_id": "evil"}}}
+            assert await world.ask(**asked) == (200, {"choices": [{"text": "decoded"}]})
+        assert [one.get("earlier") for one in prefills[0].params] == [None, {"transfer_id": "first"}]
+        assert [one.get("earlier") for one in prefills[1].params] == [None, {"transfer_id": "second"}]
+        assert [one["do_remote_decode"] for one in prefills[0].params] == [True, True]
+        assert [one["hold_s"] for one in decode.params] == [9.0] * 4
+        assert not any("earlier" in one for one in decode.params)
+
+    run(story)
+
+
+def test_requests_that_are_no_conversation_and_streams_are_not_held() -> None:
+    """VLLM's streams do not say where the rows are; the prompt of one loads those of the answer before."""
+
+    async def story(world: World) -> None:
+        prefill, decode = await world.pair(computes(), holds("first"), hold_s=9.0)
+        for body in ({}, {"prompt_cache_key": 3}, {"prompt_cache_key": "a"}, {"prompt_cache_key": "a", "stream": True}):
+            assert (await world.ask(**body))[0] == 200
+        assert ["hold_s" in one for one in decode.params] == [False, False, True, False]
+        assert [one.get("earlier") for one in prefill.params] == [None, None, None, {"transfer_id": "first"}]
+
+    run(story)
+
+
+def test_nothing_is_held_without_the_option() -> None:
+    async def story(world: World) -> None:
+        prefill, decode = await world.pair(computes(), holds("first"))
+        for _ in range(2):
+            assert (await world.ask(prompt_cache_key="a"))[0] == 200
+        assert not any("hold_s" in one for one in decode.params)
+        assert not any("earlier" in one for one in prefill.params)
+
+    run(story)
+
+
+def test_a_second_attempt_computes_the_whole_prompt() -> None:
+    """The rows may be what failed."""
+
+    async def story(world: World) -> None:
+        prefill, decode = await world.pair(
+            in_turn(computes(), fails(500, "not loaded"), computes()), holds("first"), hold_s=9.0, after_prefill=True
+        )
+        for _ in range(2):
+            assert (await world.ask(prompt_cache_key="a"))[0] == 200
+        assert ["earlier" in one for one in prefill.params] == [False, True, False]
+        assert len(decode.asked) == 2
+
+    run(story)
+
+
+def test_a_prompt_that_prefill_does_not_send_is_held_all_the_same() -> None:
+    async def story(world: World) -> None:
+        async def nothing(body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({"kv_transfer_params": None})
+
+        prefill, decode = await world.pair(nothing, holds("first"), hold_s=9.0)
+        for _ in range(2):
+            assert (await world.ask(prompt_cache_key="a"))[0] == 200
+        assert decode.params == [{"hold_s": 9.0}] * 2
+        assert prefill.params[1]["earlier"] == {"transfer_id": "first"}
+
+    run(story)

@@ -27,7 +27,7 @@ import pytest
 
 from tests.support.pages import marked
 
-from .instances import ENVIRONMENT, ROOT, add_tokenizer, small_model
+from .instances import ENVIRONMENT, ROOT, add_tokenizer, small_model, transfer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -312,3 +312,34 @@ def test_the_commands_for_two_hosts(tmp_path: Path) -> None:
         reader.until(reader.quiet, "all blocks are free")
     finally:
         reader.close()
+
+
+def test_our_router_serves_a_conversation_both_ways(tmp_path: Path) -> None:
+    """Prefill loads the rows of each answer but the last, which decode gives up; no client sees where they are."""
+    made = Reader(tmp_path)
+    server = f"exec python3 -m vllm.entrypoints.openai.api_server --model {made.model} --max-model-len 1024 {FAST}"
+    at = {name: f"localhost:{port}" for name, port in made.ports.items()}
+    try:
+        for name in ("prefill", "decode"):
+            given = json.dumps(transfer("kv_both", "recompute"))
+            made.begins(name, f"{server} --port {made.ports[name]} --kv-transfer-config '{given}'")
+        made.until(lambda: made.healthy("prefill") and made.healthy("decode"), "the servers are ready", START_S)
+        made.begins(
+            "router",
+            f"exec python3 examples/router.py --port {made.ports['router']} --prefill vllm={at['prefill']} "
+            f"--decode vllm={at['decode']} --hold-s 10",
+        )
+        made.until(lambda: made.healthy("router"), "the router listens")
+        tokens = prompt(100)
+        for turn in range(3):
+            status, answer = made.post({**GREEDY, "prompt": tokens, "prompt_cache_key": "chat"})
+            assert status == 200, answer
+            assert "kv_transfer_params" not in answer
+            found = answer["choices"][0]["token_ids"]
+            assert found == made.alone(tokens), turn
+            tokens += [*found, *prompt(40, turn + 1)]
+        assert made.metric("prefill", "vllm:disagg_kv_loaded_total") == 2
+        assert made.metric("prefill", "vllm:disagg_kv_load_failed_total") == 0
+        made.until(made.quiet, "all blocks are free")
+    finally:
+        made.close()

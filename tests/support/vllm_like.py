@@ -187,7 +187,9 @@ class Engine:
         vllm, cache = configs(model, instance, tp=tp, block=block, blocks=blocks)
         self.model, self.tp, self.budget, self.max_tokens = model, tp, budget, max_tokens
         self.facts: EngineFacts = facts(vllm, cache, tiles=tiles, channels_first=model.states.channels_first)
-        self.side = SchedulerSide(instance, self.facts.groups, produces=produces, consumes=consumes)
+        self.side = SchedulerSide(
+            instance, self.facts.groups, produces=produces, consumes=consumes, total_s=(options or Options()).total_s
+        )
         self.layered = "layer_pipelined" in strategy
         self.ranks: list[WorkerSide] = []
         self.senders: list[PrefillEndpoint] = []
@@ -297,10 +299,11 @@ class Engine:
         tensor[where] = truth(layer, self._heads(rank), request.tokens[:stop], start, self.model.dim)
 
     def wrong(self, request: Request) -> list[tuple[int, int]]:
-        """Ranks and layers in which the rows of a prompt are not right."""
+        """Ranks and layers in which the rows of a prompt that were loaded are not right."""
         out = []
         for rank, (layer, group, window) in itertools.product(range(self.tp), self._layers()):
             stop = request.num_prompt_tokens - (1 if any(map(self._has_states, range(len(self.model.groups)))) else 0)
+            stop = min(stop, request.num_computed_tokens)
             if self._has_states(group):
                 slot = self.tables[request.request_id][group][0]
                 both = self.model.states.truth(request.tokens[:stop], self.tp, rank)
@@ -408,7 +411,7 @@ class Engine:
         request.status = status
         if name in self.tables:  # ``_connector_finished``
             self._free_skipped(name, request.num_computed_tokens, poison=True)
-        keep, self.params[name] = self.side.finished(request)
+        keep, self.params[name] = self.side.finished(request, self.tables.get(name, ()))
         self.ended.add(name)
         if not waits and not keep:
             self._take_back(name)
@@ -450,7 +453,7 @@ class Engine:
                 request.num_computed_tokens = 0
                 self._take_back(name)
             else:
-                request.num_computed_tokens = request.num_prompt_tokens - 1
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
         if not left:
             return False
         local = lacking = 0

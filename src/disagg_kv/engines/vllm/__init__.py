@@ -14,6 +14,8 @@ The parts, none of which imports vLLM but the first:
 * ``cache``: vLLM's KV tensors as a pool.
 * ``states``: the states of Mamba layers and gated delta nets in it.
 * ``element_order``: where vLLM's CPU attention stores each element.
+* ``request``: what is read of vLLM's requests.
+* ``turns``: rows that go back from decode to prefill.
 * ``params``: what travels in ``kv_transfer_params``.
 * ``stats``: counts and measurements for vLLM's log and metrics.
 """

@@ -120,7 +120,11 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._opened: Opened | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                self._facts.instance, self._facts.groups, produces=self._produces, consumes=self._consumes
+                self._facts.instance,
+                self._facts.groups,
+                produces=self._produces,
+                consumes=self._consumes,
+                total_s=self._options.total_s,
             )
 
     # What vLLM asks the class.
@@ -154,6 +158,13 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         addresses = [one.address for one in of_ranks if isinstance(one, RankAddress)]
         if addresses:
             self._side.meet(addresses)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Answers are held only while more than a tenth of the blocks is free."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self._scheduler is not None:
+            few = gpu_block_pool.num_gpu_blocks // 10
+            self._scheduler.held.few = lambda: gpu_block_pool.get_num_free_blocks() < few
 
     @guarded(_none)
     def on_new_request(self, request: Any) -> None:
@@ -191,7 +202,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See :meth:`SchedulerSide.finished`."""
-        return self._side.finished(request)
+        return self._side.finished(request, block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The same for a cache with one group."""

@@ -17,7 +17,7 @@ from ...ids import KV, GroupId
 from ..common import CommonCache, common_cache, read_config
 from ..model import model_digest
 from .cache import LayerShape
-from .scheduler import BlockGroup
+from .request import BlockGroup
 from .states import state_shape
 
 ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")

@@ -10,6 +10,9 @@ is vLLM's own policy: it computes the prompt itself, or fails the request.
 Decode computes the last token of a prompt anew, and a state already has all tokens that were computed. So prefill of a
 model with states leaves the last token out, as vLLM's ``NixlConnector`` does.
 
+Where rows go both ways, decode holds the blocks of an answer, as prefill does those of a prompt, and a prefill request
+waits for these rows before it is computed, as a decode request does; see ``turns``.
+
 Either side may wait in its engine's queue while the other one is ready. A request that waits there for
 :data:`QUEUED_S` is announced to the other side, which then keeps its blocks for longer than ``claim_s``.
 """
@@ -21,98 +24,26 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
-from attrs import define, frozen
+from attrs import define
 
 from ...errors import RemoteProtocolError
-from ...geometry import window_rows
-from ...ids import GroupId
 from ...rendezvous import Source
-from ..model import prompt_tag
 from .params import FIRST_TOKEN, REMOTE_DECODE, REMOTE_PREFILL, Origin, transfer_id
-from .work import Chunk, Declined, Load, Pages, StepWork
+from .request import ANSWERED, BlockGroup, BlockState, EngineRequest, rows, tag_of
+from .turns import EARLIER, RETURN_S, Earlier, HeldTurns, hold_s
+from .work import Chunk, Declined, Hold, Load, Pages, StepWork
 
 log = logging.getLogger("vllm.disagg_kv")
-
-ANSWERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-"""Of vLLM's ``RequestStatus``: the response goes to the router. It does not once the client has gone."""
 
 MAX_LOADED = 1 << 16
 """Transfers that a decode instance remembers, to notice further requests for the same rows."""
 
 QUEUED_S = 1.0
 """Seconds in the engine's queue after which a request is announced. Few wait for longer, so few have that cost."""
-
-
-class EngineRequest(Protocol):
-    """The part of vLLM's ``Request`` that is read here."""
-
-    request_id: str
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    num_preemptions: int
-    prompt_token_ids: list[int] | None
-    prompt_embeds: Any
-    mm_features: Sequence[Any]
-    lora_request: Any
-    kv_transfer_params: dict[str, Any] | None
-    status: Any
-
-    @property
-    def _all_token_ids(self) -> list[int]:
-        """Those of the prompt, and the tokens that were generated."""
-        ...
-
-    @property
-    def output_token_ids(self) -> Sequence[int]:
-        """The tokens that were generated."""
-        ...
-
-
-class BlockState(Protocol):
-    """vLLM's ``KVConnectorBlockState``."""
-
-    def get_block_ids(self, req_id: str, /) -> tuple[list[int], ...] | None:
-        """All blocks of a request that this step schedules."""
-        ...
-
-
-@frozen
-class BlockGroup:
-    """One of vLLM's KV cache groups.
-
-    Args:
-        id: its name on the wire.
-        index: its place among vLLM's groups.
-        block: tokens of a block.
-        row: tokens of a row: 1, or those of a block where the memory never separates them.
-        window: tokens of a sliding window, behind which vLLM frees blocks; None: none.
-        states: a request has one block, with its states; the numbers of tokens mean nothing.
-    """
-
-    id: GroupId
-    index: int
-    block: int
-    row: int
-    window: int | None = None
-    states: bool = False
-
-    @property
-    def page_rows(self) -> int:
-        """Rows of a page."""
-        return self.block // self.row
-
-    def first_needed(self, prompt: int) -> int:
-        """The first row that decode awaits of a prompt."""
-        stop = rows(prompt, self, whole=True)
-        return 0 if self.window is None else max(0, stop - window_rows(self.window, self.row))
-
-    def freed(self, prompt: int) -> int:
-        """Leading rows whose blocks vLLM has freed once a prompt is computed."""
-        behind = 0 if self.window is None else max(0, prompt - self.window + 1)
-        return behind // self.block * self.page_rows
 
 
 @define
@@ -159,7 +90,11 @@ class SchedulerSide:
         groups: vLLM's KV cache groups that are transferred, in order.
         produces: whether other instances may decode requests of this one.
         consumes: whether other instances may prefill requests of this one.
+        total_s: seconds after which a transfer ends.
         clock: gives seconds.
+
+    Attributes:
+        held: the answers whose rows are held.
     """
 
     def __init__(
@@ -169,6 +104,7 @@ class SchedulerSide:
         *,
         produces: bool,
         consumes: bool,
+        total_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance = instance
@@ -177,7 +113,10 @@ class SchedulerSide:
         self._left_out = 1 if self._states else 0
         self._produces = produces
         self._consumes = consumes
+        self._total_s = total_s
         self._clock = clock
+        self.held = HeldTurns()
+        self._earlier: dict[str, Earlier] = {}
         self._addresses: tuple[str, ...] = ()
         self._sending: dict[str, Sending] = {}
         self._queued: dict[str, Queued] = {}
@@ -199,6 +138,8 @@ class SchedulerSide:
                 self._queued[request.request_id] = Queued(Origin.of(params), self._clock())
             except RemoteProtocolError as exc:
                 log.warning("request %s: %s", request.request_id, exc)
+        elif params.get(EARLIER) is not None:
+            self._note_earlier(request, params[EARLIER])
         if not params.get(REMOTE_DECODE) or not self._produces:
             return
         given, tag = transfer_id(params), tag_of(request)
@@ -269,6 +210,11 @@ class SchedulerSide:
 
     def _finished_sending(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         one = self._sending[name]
+        if name in self._loading and one.opened:
+            # The ranks report the request once, as loaded: only then does vLLM free its blocks.
+            del self._sending[name]
+            self._work.dropped.append(name)
+            return False, None
         self._note_preemption(name, one)
         if one.complete and one.request.status.name in ANSWERED:
             origin = Origin(one.transfer, Source(self._instance, self._addresses))
@@ -286,6 +232,8 @@ class SchedulerSide:
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
         """How many tokens beyond ``computed`` another instance sends, and whether vLLM goes on meanwhile."""
         params = request.kv_transfer_params or {}
+        if (earlier := self._earlier.get(request.request_id)) is not None and not earlier.over:
+            return max(0, earlier.tokens - computed), earlier.tokens > computed
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return 0, False
         sent = request.num_prompt_tokens - self._left_out
@@ -302,7 +250,11 @@ class SchedulerSide:
         given, tag = (request.kv_transfer_params or {}).get("transfer_id"), tag_of(request)
         if not isinstance(given, str) or tag is None:
             return False
-        return self._loaded.get((given, tag), request.request_id) != request.request_id
+        return self._has_loaded(given, tag, request.request_id)
+
+    def _has_loaded(self, transfer: str, tag: bytes, but: str) -> bool:
+        """Whether another request than ``but`` has had a transfer."""
+        return self._loaded.get((transfer, tag), but) != but
 
     def _outruns(self, prompt: int, computed: int = 0) -> bool:
         """Whether a row that decode needs for the last token of a prompt lies before those that can be transferred.
@@ -319,18 +271,34 @@ class SchedulerSide:
 
     def on_allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], lacking: int) -> None:
         """VLLM has given a request its blocks, to load ``lacking`` tokens."""
+        name = request.request_id
+        if (earlier := self._earlier.pop(name, None)) is not None:
+            self._await(name, lambda: earlier.origin, earlier.tokens, blocks, lacking, earlier.tag, RETURN_S)
+            return
         params = request.kv_transfer_params or {}
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return
         params[REMOTE_PREFILL] = False  # vLLM calls again once the rows are there
-        name, tag = request.request_id, tag_of(request)
         self._leave(name)
-        if self._is_sibling(request):
-            return
+        if not self._is_sibling(request):
+            sent = request.num_prompt_tokens - self._left_out
+            self._await(name, partial(Origin.of, params), sent, blocks, lacking, tag_of(request))
+
+    def _await(
+        self,
+        name: str,
+        origin_of: Callable[[], Origin],
+        tokens: int,
+        blocks: tuple[list[int], ...],
+        lacking: int,
+        tag: bytes | None,
+        claim_s: float | None = None,
+    ) -> None:
+        """Load the last ``lacking`` of ``tokens``, or decline all of them."""
         try:
-            origin = Origin.of(params)
+            origin = origin_of()
             if lacking and tag is not None:
-                self._work.loads[name] = self._load(request, origin, blocks, lacking, tag)
+                self._work.loads[name] = self._load(origin, tokens, blocks, lacking, tag, claim_s)
                 self._remember(name, origin.transfer, tag)
             else:
                 self._work.declined.append(Declined(origin, tag or b""))
@@ -347,18 +315,64 @@ class SchedulerSide:
             self._loaded.popitem(last=False)
 
     def _load(
-        self, request: EngineRequest, origin: Origin, blocks: tuple[list[int], ...], lacking: int, tag: bytes
+        self,
+        origin: Origin,
+        tokens: int,
+        blocks: tuple[list[int], ...],
+        lacking: int,
+        tag: bytes,
+        claim_s: float | None,
     ) -> Load:
-        sent = request.num_prompt_tokens - self._left_out
-        stop, first = rows(sent, self._groups[0], whole=True), rows(sent - lacking, self._groups[0], whole=False)
+        stop, first = rows(tokens, self._groups[0], whole=True), rows(tokens - lacking, self._groups[0], whole=False)
         known = {group.id: first for group in self._groups} if first else {}
-        return Load(origin, stop, self._pages(blocks, first, stop), known, tag, self._slots(blocks))
+        return Load(origin, stop, self._pages(blocks, first, stop), known, tag, self._slots(blocks), claim_s)
 
     def _leave(self, name: str) -> None:
         """A decode request is in the engine's queue no more."""
         one = self._queued.pop(name, None)
         if one is not None and one.said:
             self._work.left.append(one.origin.transfer)
+
+    # Both ways.
+
+    def _note_earlier(self, request: EngineRequest, given: object) -> None:
+        """A prompt has an earlier turn: decode's rows of it are loaded, if they are this prompt's."""
+        name = request.request_id
+        try:
+            earlier = Earlier.of(given)
+        except RemoteProtocolError as exc:
+            log.warning("request %s computes its prompt: %s", name, exc)
+            return
+        if not self._consumes or self._overwrites:
+            why = "sliding windows and states do not go back" if self._consumes else "its kv_role is not kv_both"
+        elif self._has_loaded(earlier.origin.transfer, earlier.tag, name):
+            why = "another request has loaded them"
+        elif not (why := earlier.unfit(request)):
+            self._earlier[name] = earlier
+            return
+        log.warning("request %s does not load the rows of the turn before: %s", name, why)
+        if self._consumes and not earlier.over:
+            self._work.declined.append(Declined(earlier.origin, b""))
+
+    def _hold(self, request: EngineRequest, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """Hold the rows of an answer, if the router asks for that: all but that of the last token."""
+        name, params = request.request_id, request.kv_transfer_params
+        try:
+            seconds = min(hold_s(params), self._total_s)
+        except RemoteProtocolError as exc:
+            log.warning("request %s: %s", name, exc)
+            return False, None
+        tokens = min(len(request._all_token_ids) - 1, request.num_computed_tokens)
+        answered = request.status.name in ANSWERED and not self._is_sibling(request)
+        if not seconds or not self._produces or self._overwrites or not answered or tokens < 1:
+            return False, None
+        tag, stop = tag_of(request, tokens), rows(tokens, self._groups[0], whole=True)
+        if tag is None:
+            return False, None
+        origin = Origin(uuid.uuid4().hex, Source(self._instance, self._addresses))
+        self._work.holds[name] = Hold(origin.transfer, stop, self._pages(blocks, 0, stop), tag, seconds)
+        self.held.names[name] = None
+        return True, Earlier(origin, tokens, tag, time.time() + seconds).params()
 
     # Both.
 
@@ -370,6 +384,8 @@ class SchedulerSide:
                 self._work.early[name] = one.transfer, one.tag
                 one.opened = True
         late = [one for one in self._queued.values() if one.since <= until]
+        if (oldest := self.held.give_up(waiting=bool(late))) is not None:
+            self._work.aborted.append(oldest)
         said = {one.origin.transfer for one in late if one.said}
         for waiting in late:
             if waiting.origin.transfer not in said:
@@ -385,15 +401,19 @@ class SchedulerSide:
         work.idle = not scheduled
         return work
 
-    def finished(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: EngineRequest, blocks: Sequence[Sequence[int]] = ()
+    ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether vLLM must keep its blocks, and what its response carries."""
         name = request.request_id
         self._leave(name)
+        if (earlier := self._earlier.pop(name, None)) is not None:
+            self._work.declined.append(Declined(earlier.origin, b""))
         if name in self._loading:
             self._work.aborted.append(name)  # vLLM keeps the blocks of a request that waits for rows
         else:
             self._decline(request)
-        return self._finished_sending(name) if name in self._sending else (False, None)
+        return self._finished_sending(name) if name in self._sending else self._hold(request, blocks)
 
     def _decline(self, request: EngineRequest) -> None:
         """A request has ended before it had blocks: prefill may free its own.
@@ -411,12 +431,13 @@ class SchedulerSide:
 
     def sends(self, name: str) -> bool:
         """Whether ranks may read the blocks of a request."""
-        return name in self._sending
+        return name in self._sending or name in self.held.names
 
     def on_results(self, sent: set[str], received: set[str]) -> None:
         """All ranks have reported these requests."""
         for name in sent:
             self._sending.pop(name, None)
+            self.held.ended(name)
         self._loading -= received
 
     @property
@@ -435,19 +456,3 @@ class SchedulerSide:
     def _slots(self, ids: Sequence[Sequence[int]]) -> Pages:
         """The block of every group of states."""
         return tuple((group.id, tuple(ids[group.index][:1]), 0) for group in self._states)
-
-
-def tag_of(request: EngineRequest) -> bytes | None:
-    """A digest of what the rows of a prompt depend on; None: it has embeddings, of which there is none."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return None
-    adapter = [] if request.lora_request is None else [f"adapter {request.lora_request.lora_name}"]
-    inputs = [
-        f"{one.modality} {one.mm_hash or one.identifier} at {one.mm_position.offset}" for one in request.mm_features
-    ]
-    return prompt_tag(request.prompt_token_ids, *adapter, *inputs)
-
-
-def rows(tokens: int, group: BlockGroup, *, whole: bool) -> int:
-    """Rows of ``tokens`` tokens; a last row that is partly filled counts only if no token follows (``whole``)."""
-    return -(-tokens // group.row) if whole else tokens // group.row

@@ -51,6 +51,7 @@ class Load:
         held: leading rows that are in vLLM's prefix cache, per group.
         tag: digest of the prompt.
         states: the slot of each group of states.
+        claim_s: seconds within which the other instance must open the transfer; None: as in the options.
     """
 
     origin: Origin
@@ -59,6 +60,26 @@ class Load:
     held: dict[GroupId, int]
     tag: bytes
     states: Pages = ()
+    claim_s: float | None = None
+
+
+@frozen
+class Hold:
+    """Rows of an answer, which the instance that prefills the next turn may ask for.
+
+    Args:
+        transfer: id of the transfer.
+        stop: one past the last row.
+        pages: of the rows.
+        tag: digest of their tokens.
+        seconds: within which it is expected to ask.
+    """
+
+    transfer: str
+    stop: int
+    pages: Pages
+    tag: bytes
+    seconds: float
 
 
 @frozen
@@ -89,6 +110,8 @@ class StepWork:
         early: prefill requests that still wait in the engine's queue: id of the transfer, and digest of the prompt.
         queued: transfers whose decode requests wait in the engine's queue.
         left: those of earlier ``queued`` that wait there no more, by id.
+        holds: decode requests that have ended, whose rows are held.
+        dropped: prefill requests that ended while they awaited rows; their transfers end.
         idle: the step computes nothing.
     """
 
@@ -102,11 +125,13 @@ class StepWork:
     early: dict[str, tuple[str, bytes]] = field(factory=dict)
     queued: list[Origin] = field(factory=list)
     left: list[str] = field(factory=list)
+    holds: dict[str, Hold] = field(factory=dict)
+    dropped: list[str] = field(factory=list)
     idle: bool = False
 
     def __bool__(self) -> bool:
         requests = (self.chunks, self.preempted, self.loads, self.declined, self.refused, self.unsent, self.aborted)
-        return any((*requests, self.early, self.queued, self.left))
+        return any((*requests, self.early, self.queued, self.left, self.holds, self.dropped))
 
 
 @frozen

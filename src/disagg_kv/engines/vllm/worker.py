@@ -21,7 +21,7 @@ from ...ids import LayerId, RoomId
 from ...memory import Event
 from .params import Origin
 from .stats import Counters
-from .work import Chunk, Declined, Load, StepWork, tables
+from .work import Chunk, Declined, Hold, Load, StepWork, tables
 
 log = logging.getLogger("vllm.disagg_kv")
 
@@ -67,6 +67,7 @@ class Outgoing:
         begun: it has had a chunk.
         finished: it has had its last chunk.
         ended: vLLM has ended the request, so it may be reported.
+        held: it is an answer's, for the next turn.
         claim_by: when the room ends unless a decode instance has asked for it, or queues it.
         word: the room by which decode instances say that they queue it.
     """
@@ -77,6 +78,7 @@ class Outgoing:
     begun: bool = False
     finished: bool = False
     ended: bool = False
+    held: bool = False
     claim_by: float = inf
     word: Delivery | None = None
 
@@ -147,8 +149,12 @@ class WorkerSide:
             self._unsent(transfer)
         for name, reason in work.refused.items():
             self._fail_load(name, reason)
+        for name in work.dropped:
+            self._drop(name)
         for name, load in work.loads.items():
             self._attempt(name, partial(self._load, name, load))
+        for name, hold in work.holds.items():
+            self._attempt(name, partial(self._hold, name, hold))
         for name, (transfer, tag) in work.early.items():
             self._attempt(name, partial(self._room, name, transfer, tag))
         self._announce(work.chunks)
@@ -204,7 +210,7 @@ class WorkerSide:
                 self._attempt(name, partial(self._claim, going, now))
             if going.ended and (going.delivery.released or prefill_closed):
                 del self._outgoing[name]
-                self._sent(name, going.delivery)
+                self._sent(name, going)
                 if going.word is not None:
                     self._end(going.word, "the request has ended")
         for name, coming in list(self._incoming.items()):
@@ -311,10 +317,19 @@ class WorkerSide:
         if (sender := self._sender) is not None:
             self._refuse(lambda: sender.open(room_id(transfer)), "prefill's engine has ended the request")
 
-    def _sent(self, name: str, delivery: Delivery) -> None:
+    def _drop(self, name: str) -> None:
+        """A request that is not to be reported as sent, since it ended before its first row."""
+        self._unopened.discard(name)
+        if (going := self._outgoing.pop(name, None)) is not None:
+            self._end(going.delivery, "prefill's engine has ended the request")
+
+    def _sent(self, name: str, going: Outgoing) -> None:
+        delivery = going.delivery
         self._results.sent.add(name)
         if delivery.phase is Phase.DONE:
             self.counters.add("sent", sent_bytes=delivery.report.nbytes)
+        elif going.held:
+            log.info("the rows of answer %s are not held any more: %s", name, delivery.error)
         else:
             self.counters.fail("sent_failed", delivery.error)
             log.warning("request %s was not sent: %s", name, delivery.error)
@@ -323,9 +338,22 @@ class WorkerSide:
 
     def _load(self, name: str, load: Load) -> None:
         assert self._receiver is not None
-        reception = self._receiver.open(room_id(load.origin.transfer), load.origin.source, tag=load.tag)
+        origin = load.origin
+        reception = self._receiver.open(room_id(origin.transfer), origin.source, tag=load.tag, claim_s=load.claim_s)
         self._incoming[name] = Incoming(reception, time.monotonic())
         reception.expect(Expectation(load.stop, tables(load.pages), held=load.held, state=tables(load.states)))
+
+    def _hold(self, name: str, hold: Hold) -> None:
+        """Offer the rows of an answer. The room ends by itself if no prefill instance asks for them in time."""
+        assert self._sender is not None
+        self._unopened.add(name)
+        delivery = self._sender.open(room_id(hold.transfer), tag=hold.tag, claim_s=hold.seconds)
+        self._outgoing[name] = Outgoing(delivery, hold.transfer, time.monotonic(), begun=True, held=True)
+        self._unopened.remove(name)
+        # A step that was queued before the answer was complete may still write the last page.
+        ready = None if self._mark is None else self._mark()
+        delivery.send_chunk(hold.stop, tables(hold.pages), ready)
+        delivery.finish(hold.stop)
 
     def _received(self, name: str, coming: Incoming) -> None:
         if coming.reception.phase is Phase.DONE:
@@ -376,7 +404,8 @@ class WorkerSide:
     def _abort(self, name: str) -> None:
         for handle in (self._outgoing.get(name), self._incoming.get(name)):
             if isinstance(handle, Outgoing):
-                handle.delivery.abort("the engine has ended the request")
+                reason = "decode needs the blocks of its answer" if handle.held else "the engine has ended the request"
+                handle.delivery.abort(reason)
             elif handle is not None:
                 handle.reception.abort("the engine has ended the request")
 

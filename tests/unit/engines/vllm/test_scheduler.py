@@ -10,7 +10,8 @@ import pytest
 from disagg_kv.engines.model import prompt_tag
 from disagg_kv.engines.vllm import scheduler
 from disagg_kv.engines.vllm.params import Origin
-from disagg_kv.engines.vllm.scheduler import BlockGroup, SchedulerSide, rows, tag_of
+from disagg_kv.engines.vllm.request import BlockGroup, rows, tag_of
+from disagg_kv.engines.vllm.scheduler import SchedulerSide
 from disagg_kv.engines.vllm.work import Declined, StepWork
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.ids import GroupId
