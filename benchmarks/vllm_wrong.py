@@ -4,7 +4,7 @@ Each case of ``tests/engines/wrong_answers.py`` goes through this library's conn
 ``NixlConnector``. An answer is compared with the tokens of one instance that transfers nothing.
 
     python -m benchmarks.vllm_wrong                          on CPUs, in the environment of "nox -s engines_vllm"
-    DISAGG_KV_ON_GPUS=1 python -m benchmarks.vllm_wrong      on two GPUs
+    DISAGG_KV_ON_GPUS=2 python -m benchmarks.vllm_wrong      on two GPUs
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM instances in processes of their own, and what they answer.
 
-They run on vLLM's CPU backend. With ``DISAGG_KV_ON_GPUS=1`` they run on two GPUs: prefill and instances without a
-connector on the first, decode on the second.
+They run on vLLM's CPU backend. With ``DISAGG_KV_ON_GPUS=2`` they run on two GPUs: prefill and instances without a
+connector on the first, decode on the second. With 1, all run on one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARK = "\x1eresult "
 START_S = 300
 ANSWER_S = 120
 
-ON_GPUS = os.environ.get("DISAGG_KV_ON_GPUS") == "1"
+ON_GPUS = int(os.environ.get("DISAGG_KV_ON_GPUS", "0"))
 
 GPU_ARGS = {
     "attention_backend": "TRITON_ATTN",  # has float32
@@ -89,7 +89,7 @@ def nixl(role: str, progress_thread: bool = False) -> dict[str, Any]:
 
 def on_gpus(kv: Mapping[str, Any] | None, tp: int) -> dict[str, str]:
     """The environment of an instance on GPUs."""
-    first = int(kv is not None and kv["kv_role"] == "kv_consumer")
+    first = int(ON_GPUS > 1 and kv is not None and kv["kv_role"] == "kv_consumer")
     env = environment(0, [first] if tp == 1 else list(range(tp)), ROOT / "src")
     return {name: value for name, value in env.items() if not name.startswith("VLLM_NIXL_SIDE_CHANNEL")}
 
