@@ -152,7 +152,7 @@ class WorkerSide:
         for name in work.dropped:
             self._drop(name)
         for name, load in work.loads.items():
-            self._attempt(name, partial(self._load, name, load))
+            self._load(name, load)
         for name, hold in work.holds.items():
             self._attempt(name, partial(self._hold, name, hold))
         for name, (transfer, tag) in work.early.items():
@@ -337,11 +337,21 @@ class WorkerSide:
     # Decode.
 
     def _load(self, name: str, load: Load) -> None:
+        """Await rows; a prefill request may have a room in which it is sent on, too."""
         assert self._receiver is not None
         origin = load.origin
-        reception = self._receiver.open(room_id(origin.transfer), origin.source, tag=load.tag, claim_s=load.claim_s)
+        try:
+            reception = self._receiver.open(room_id(origin.transfer), origin.source, tag=load.tag, claim_s=load.claim_s)
+        except Exception as exc:
+            log.exception("request %s", name)
+            self._fail_load(name, exc)
+            return
         self._incoming[name] = Incoming(reception, time.monotonic())
-        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held, state=tables(load.states)))
+        try:
+            reception.expect(Expectation(load.stop, tables(load.pages), held=load.held, state=tables(load.states)))
+        except Exception as exc:
+            log.exception("request %s", name)
+            reception.abort(str(exc))
 
     def _hold(self, name: str, hold: Hold) -> None:
         """Offer the rows of an answer. The room ends by itself if no prefill instance asks for them in time."""
@@ -410,17 +420,13 @@ class WorkerSide:
                 handle.reception.abort("the engine has ended the request")
 
     def _attempt(self, name: str, act: Callable[[], None]) -> None:
-        """Fail one request if something about it cannot be done."""
+        """Fail one request if something about its sending cannot be done."""
         try:
             act()
         except Exception as exc:
             log.exception("request %s", name)
             if name in self._outgoing:
                 self._outgoing[name].delivery.abort(str(exc))
-            elif name in self._incoming:
-                self._incoming[name].reception.abort(str(exc))
-            elif name not in self._unopened:
-                self._fail_load(name, exc)
 
 
 def _word(transfer: str) -> RoomId:

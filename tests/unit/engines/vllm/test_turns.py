@@ -14,7 +14,7 @@ from attrs import define, evolve
 
 from disagg_kv.channels import Hub
 from disagg_kv.core import Options
-from disagg_kv.engines.vllm import scheduler
+from disagg_kv.engines.vllm import scheduler, worker
 from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.turns import Earlier, HeldTurns, hold_s
 from disagg_kv.errors import RemoteProtocolError
@@ -351,6 +351,35 @@ def test_a_prompt_that_ends_while_it_is_loaded_is_reported_once(
     assert p.reports["sent", chat.prompted] == 0
     assert d.not_loaded == ["waits"]
     p.check_quiet()
+
+
+@pytest.mark.parametrize("call", ["open", "expect"])
+def test_a_load_that_cannot_begin_harms_no_prompt_that_is_announced(
+    make: Made, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Decode waits for the prompt already; prefill computes it."""
+    monkeypatch.setattr(scheduler, "QUEUED_S", 0.0)
+    p, d = make("P"), make("D")
+    chat = begun(d, p)
+    taken, p.free = list(p.free), []
+    chat.ask_prefill(p, transfer_id="t")
+    p.step()
+    assert p.ranks[0]._outgoing
+    p.free += taken
+    with monkeypatch.context() as wrong:
+        if call == "open":
+            wrong.setattr(p.receivers[0], "open", _raise)
+        else:
+            wrong.setattr(worker, "Expectation", _raise)
+        p.step()
+    run(p, d, until=lambda: chat.prompted in p.params)
+    assert (p.loaded, p.not_loaded) == ([], [chat.prompted])
+    chat.ask_decode(p)
+    run(p, d, until=lambda: chat.answered in d.loaded)
+
+
+def _raise(*args: object, **kwargs: object) -> None:
+    raise ValueError("a bug")
 
 
 def origin(p: Engine) -> dict[str, Any]:
