@@ -313,7 +313,10 @@ class Router:
         self, prefill: Server, decode: Server, path: str, body: dict[str, Any], *, after: bool
     ) -> Response:
         """Both ways, if decode is to hold the rows of the answer or holds those of the one before."""
-        conversation = body.get(CONVERSATION)
+        conversation, prompt = body.get(CONVERSATION), body.get("prompt")
+        several = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+        if several or body.get("n", 1) != 1:  # one answer carries the reference, and one request can use it
+            return await self._there(prefill, decode, path, body, {}, {}, after=after)
         earlier = self._turns.take(conversation)
         if not self._hold_s or not isinstance(conversation, str) or body.get("stream"):
             return await self._there(prefill, decode, path, body, earlier, {}, after=after)

@@ -125,7 +125,13 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
                 produces=self._produces,
                 consumes=self._consumes,
                 total_s=self._options.total_s,
+                lossy=vllm_config.cache_config.cache_dtype not in ("auto", str(vllm_config.model_config.dtype)[6:]),
             )
+            if self._produces and self._consumes and transfer.kv_load_failure_policy == "fail":
+                log.warning(
+                    "kv_role kv_both: a prompt whose earlier rows cannot be loaded fails; "
+                    "kv_load_failure_policy 'recompute' computes it"
+                )
 
     # What vLLM asks the class.
 
@@ -165,6 +171,10 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             few = gpu_block_pool.num_gpu_blocks // 10
             self._scheduler.held.few = lambda: gpu_block_pool.get_num_free_blocks() < few
+
+    def reset_cache(self) -> bool | None:
+        """Give up the answers that are held; False until all their blocks are free."""
+        return None if self._scheduler is None else self._scheduler.reset()
 
     @guarded(_none)
     def on_new_request(self, request: Any) -> None:

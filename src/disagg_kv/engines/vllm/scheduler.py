@@ -91,6 +91,7 @@ class SchedulerSide:
         produces: whether other instances may decode requests of this one.
         consumes: whether other instances may prefill requests of this one.
         total_s: seconds after which a transfer ends.
+        lossy: the cache rounds what the model computes, so its rows do not go back.
         clock: gives seconds.
 
     Attributes:
@@ -105,6 +106,7 @@ class SchedulerSide:
         produces: bool,
         consumes: bool,
         total_s: float = 300.0,
+        lossy: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance = instance
@@ -114,6 +116,7 @@ class SchedulerSide:
         self._produces = produces
         self._consumes = consumes
         self._total_s = total_s
+        self._lossy = lossy
         self._clock = clock
         self.held = HeldTurns()
         self._earlier: dict[str, Earlier] = {}
@@ -121,6 +124,7 @@ class SchedulerSide:
         self._sending: dict[str, Sending] = {}
         self._queued: dict[str, Queued] = {}
         self._loading: set[str] = set()
+        self._asked: set[str] = set()
         self._loaded: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._work = StepWork()
 
@@ -138,10 +142,12 @@ class SchedulerSide:
                 self._queued[request.request_id] = Queued(Origin.of(params), self._clock())
             except RemoteProtocolError as exc:
                 log.warning("request %s: %s", request.request_id, exc)
-        elif params.get(EARLIER) is not None:
+        if params.get(REMOTE_DECODE) and self._produces:
+            self._note_sending(request, params)
+        if params.get(EARLIER) is not None and not params.get(REMOTE_PREFILL):
             self._note_earlier(request, params[EARLIER])
-        if not params.get(REMOTE_DECODE) or not self._produces:
-            return
+
+    def _note_sending(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         given, tag = transfer_id(params), tag_of(request)
         if given is not None and any(one.transfer == given for one in self._sending.values()):
             log.warning("request %s is not sent: transfer %s is another request's", request.request_id, given)
@@ -232,6 +238,7 @@ class SchedulerSide:
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
         """How many tokens beyond ``computed`` another instance sends, and whether vLLM goes on meanwhile."""
         params = request.kv_transfer_params or {}
+        self._asked.add(request.request_id)
         if (earlier := self._earlier.get(request.request_id)) is not None and not earlier.over:
             return max(0, earlier.tokens - computed), earlier.tokens > computed
         if not params.get(REMOTE_PREFILL) or not self._consumes:
@@ -272,6 +279,7 @@ class SchedulerSide:
     def on_allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], lacking: int) -> None:
         """VLLM has given a request its blocks, to load ``lacking`` tokens."""
         name = request.request_id
+        self._asked.discard(name)
         if (earlier := self._earlier.pop(name, None)) is not None:
             self._await(name, lambda: earlier.origin, earlier.tokens, blocks, lacking, earlier.tag, RETURN_S)
             return
@@ -336,22 +344,28 @@ class SchedulerSide:
     # Both ways.
 
     def _note_earlier(self, request: EngineRequest, given: object) -> None:
-        """A prompt has an earlier turn: decode's rows of it are loaded, if they are this prompt's."""
+        """A prompt has an earlier turn: decode's rows of it are loaded, if they are this prompt's.
+
+        VLLM makes several requests of one with several prompts: the first of them uses the reference.
+        """
         name = request.request_id
         try:
             earlier = Earlier.of(given)
         except RemoteProtocolError as exc:
             log.warning("request %s computes its prompt: %s", name, exc)
             return
-        if not self._consumes or self._overwrites:
+        another = self._has_loaded(earlier.origin.transfer, b"", name)
+        if another:
+            why = "another request has them"
+        elif not self._consumes or self._overwrites:
             why = "sliding windows and states do not go back" if self._consumes else "its kv_role is not kv_both"
-        elif self._has_loaded(earlier.origin.transfer, earlier.tag, name):
-            why = "another request has loaded them"
         elif not (why := earlier.unfit(request)):
             self._earlier[name] = earlier
+            self._remember(name, earlier.origin.transfer, b"")
             return
         log.warning("request %s does not load the rows of the turn before: %s", name, why)
-        if self._consumes and not earlier.over:
+        if self._consumes and not another:
+            self._remember(name, earlier.origin.transfer, b"")
             self._work.declined.append(Declined(earlier.origin, b""))
 
     def _hold(self, request: EngineRequest, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
@@ -364,7 +378,7 @@ class SchedulerSide:
             return False, None
         tokens = min(len(request._all_token_ids) - 1, request.num_computed_tokens)
         answered = request.status.name in ANSWERED and not self._is_sibling(request)
-        if not seconds or not self._produces or self._overwrites or not answered or tokens < 1:
+        if not seconds or not self._produces or self._overwrites or self._lossy or not answered or tokens < 1:
             return False, None
         tag, stop = tag_of(request, tokens), rows(tokens, self._groups[0], whole=True)
         if tag is None:
@@ -384,8 +398,6 @@ class SchedulerSide:
                 self._work.early[name] = one.transfer, one.tag
                 one.opened = True
         late = [one for one in self._queued.values() if one.since <= until]
-        if (oldest := self.held.give_up(waiting=bool(late))) is not None:
-            self._work.aborted.append(oldest)
         said = {one.origin.transfer for one in late if one.said}
         for waiting in late:
             if waiting.origin.transfer not in said:
@@ -397,9 +409,18 @@ class SchedulerSide:
         """The work of this step, once. ``scheduled`` has the number of tokens per request."""
         self._chunks(scheduled, blocks)
         self._announce()
+        # VLLM asks for a request's tokens, then tries to give it blocks: it has found too few for one of these.
+        if (oldest := self.held.give_up(self._clock(), waiting=bool(self._asked))) is not None:
+            self._work.aborted.append(oldest)
+        self._asked.clear()
         work, self._work = self._work, StepWork()
         work.idle = not scheduled
         return work
+
+    def reset(self) -> bool:
+        """Give up all answers. Whether none is held any more."""
+        self._work.aborted += self.held.give_up_all(self._clock())
+        return not self.held.names
 
     def finished(
         self, request: EngineRequest, blocks: Sequence[Sequence[int]] = ()

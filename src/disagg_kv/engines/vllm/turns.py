@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any
 
 from attrs import define, field, frozen
@@ -25,6 +24,12 @@ HOLD_S = "hold_s"
 """Of a decode request: seconds for which its rows are held after the answer."""
 
 PASS_ON = "a router has to pass on what decode has answered, unchanged"
+
+_LATEST = 1e12
+"""No second of the epoch, and no number of seconds, is larger."""
+
+GIVE_UP_S = 1.0
+"""Seconds for which the blocks of an answer may take to be free before the next one is given up, too."""
 
 RETURN_S = 5.0
 """Prefill's ``claim_s`` for rows of decode: decode opens their room in the step after its answer."""
@@ -65,7 +70,7 @@ class Earlier:
         tokens, tag, until = given.get("tokens"), given.get("tag"), given.get("until")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise RemoteProtocolError(f"kv_transfer_params: {EARLIER}: tokens {tokens!r:.200}: {PASS_ON}")
-        if not isinstance(until, int | float) or not isfinite(until):
+        if not isinstance(until, int | float) or not 0 <= until <= _LATEST:
             raise RemoteProtocolError(f"kv_transfer_params: {EARLIER}: until {until!r:.200}: {PASS_ON}")
         try:
             digest = bytes.fromhex(tag)  # type: ignore[arg-type]
@@ -96,8 +101,8 @@ def hold_s(params: Mapping[str, Any] | None) -> float:
     given = (params or {}).get(HOLD_S)
     if given is None:
         return 0.0
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
-        raise RemoteProtocolError(f"kv_transfer_params: {HOLD_S} {given!r:.200} is no positive number")
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= _LATEST:
+        raise RemoteProtocolError(f"kv_transfer_params: {HOLD_S} {given!r:.200} is no number of seconds")
     return float(given)
 
 
@@ -108,21 +113,33 @@ class HeldTurns:
     Args:
         few: whether the engine is short of free blocks.
         names: of their requests.
-        leaving: the one that the ranks give up.
+        leaving: those that the ranks give up, and since when.
     """
 
     few: Callable[[], bool] = field(default=lambda: False)
     names: dict[str, None] = field(factory=dict)
-    leaving: str | None = None
+    leaving: dict[str, float] = field(factory=dict)
 
-    def give_up(self, *, waiting: bool) -> str | None:
-        """The oldest one, if blocks are short, or a request is ``waiting`` for some; one at a time."""
-        if not self.names or self.leaving is not None or not (waiting or self.few()):
+    def give_up(self, now: float, *, waiting: bool) -> str | None:
+        """The oldest one, if blocks are short, or a request is ``waiting`` for some.
+
+        The next one follows once these blocks are free, or after GIVE_UP_S: a frozen peer may be reading them.
+        After the last one comes the first again, since a rank lets a peer finish what it reads at first.
+        """
+        if not self.names or not (waiting or self.few()):
             return None
-        self.leaving = next(iter(self.names))
-        return self.leaving
+        if self.leaving and now - max(self.leaving.values()) < GIVE_UP_S:
+            return None
+        name = next((one for one in self.names if one not in self.leaving), next(iter(self.names)))
+        self.leaving[name] = now
+        return name
+
+    def give_up_all(self, now: float) -> list[str]:
+        """All of them."""
+        self.leaving |= dict.fromkeys(self.names, now)
+        return list(self.names)
 
     def ended(self, name: str) -> None:
         """The blocks of a request are free."""
         self.names.pop(name, None)
-        self.leaving = None if self.leaving == name else self.leaving
+        self.leaving.pop(name, None)

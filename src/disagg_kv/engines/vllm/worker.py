@@ -68,6 +68,7 @@ class Outgoing:
         finished: it has had its last chunk.
         ended: vLLM has ended the request, so it may be reported.
         held: it is an answer's, for the next turn.
+        given_up: its blocks are needed, and were when a peer had begun to read them.
         claim_by: when the room ends unless a decode instance has asked for it, or queues it.
         word: the room by which decode instances say that they queue it.
     """
@@ -79,6 +80,7 @@ class Outgoing:
     finished: bool = False
     ended: bool = False
     held: bool = False
+    given_up: bool = False
     claim_by: float = inf
     word: Delivery | None = None
 
@@ -358,7 +360,7 @@ class WorkerSide:
         assert self._sender is not None
         self._unopened.add(name)
         delivery = self._sender.open(room_id(hold.transfer), tag=hold.tag, claim_s=hold.seconds)
-        self._outgoing[name] = Outgoing(delivery, hold.transfer, time.monotonic(), begun=True, held=True)
+        self._outgoing[name] = Outgoing(delivery, hold.transfer, time.monotonic(), begun=True, ended=True, held=True)
         self._unopened.remove(name)
         # A step that was queued before the answer was complete may still write the last page.
         ready = None if self._mark is None else self._mark()
@@ -414,6 +416,9 @@ class WorkerSide:
     def _abort(self, name: str) -> None:
         for handle in (self._outgoing.get(name), self._incoming.get(name)):
             if isinstance(handle, Outgoing):
+                if handle.held and not handle.given_up and handle.delivery.phase is Phase.MOVING:
+                    handle.given_up = True  # a peer reads the rows, and its request would fail for nothing
+                    continue
                 reason = "decode needs the blocks of its answer" if handle.held else "the engine has ended the request"
                 handle.delivery.abort(reason)
             elif handle is not None:

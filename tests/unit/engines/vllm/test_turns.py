@@ -13,7 +13,7 @@ import pytest
 from attrs import define, evolve
 
 from disagg_kv.channels import Hub
-from disagg_kv.core import Options
+from disagg_kv.core import Options, Phase
 from disagg_kv.engines.vllm import scheduler, worker
 from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.turns import Earlier, HeldTurns, hold_s
@@ -160,7 +160,7 @@ def test_an_answer_is_held_only_if_the_router_asks_for_it(make: Made) -> None:
     check_quiet(p, d)
 
 
-@pytest.mark.parametrize("hold", [0, -1, True, "long", math.nan, math.inf, [3]], ids=str)
+@pytest.mark.parametrize("hold", [0, -1, True, "long", math.nan, math.inf, 10**400, [3]], ids=lambda one: str(one)[:9])
 def test_a_time_that_is_none_holds_nothing(make: Made, hold: object, caplog: pytest.LogCaptureFixture) -> None:
     p, d = make("P"), make("D")
     assert begun(d, p, hold=hold).params is None
@@ -272,8 +272,9 @@ def test_rows_of_a_shorter_answer_than_the_reference_says_fail_by_name(make: Mad
     chat.turn(p)
     chat.say(5)
     changed(chat, transfer_id=old["earlier"]["transfer_id"])
-    chat.turn(p)
-    assert p.not_loaded == [chat.prompted]
+    q = make("Q")
+    chat.turn(q)
+    assert q.not_loaded == [chat.prompted]
     assert chat.answered in d.loaded
 
 
@@ -324,6 +325,82 @@ def test_a_request_in_the_queue_of_decode_ends_what_is_held(make: Made, monkeypa
     chat.turn(p)
     assert d.loaded == ["d0.0", "d1.0", "d5.0"]
     assert ("sent", "d0.0") in d.reports
+    check_quiet(p, d)
+
+
+@pytest.mark.parametrize("kind", ["local", "its load has failed", "preempted"])
+def test_a_request_that_finds_no_blocks_ends_what_is_held(make: Made, soon: None, kind: str) -> None:
+    """Of whatever kind it is; an answer is held for longer than the test may take."""
+    p, d = make("P"), make("D", blocks=13)
+    begun(d, p)
+    begun(d, p, seed=1)
+    origin = {"instance": "P", "addresses": ["inproc://nowhere"], "transfer_id": "t"}
+    params = {"do_remote_prefill": True, "do_remote_decode": False, **origin} if kind == "its load has failed" else None
+    if kind == "preempted":
+        d.submit("r", prompt(6, 5))
+        d.step()
+        d.preempt("r")
+    began = time.monotonic()
+    d.submit("q", prompt(30, 6), params)
+    run(p, d, until=lambda: "q" in d.params)
+    assert time.monotonic() - began < HOLD_S / 2
+    assert ("sent", "d0.0") in d.reports
+
+
+def test_a_reset_gives_up_all_answers(make: Made) -> None:
+    """Before vLLM pauses, or takes other weights."""
+    p, d = make("P"), make("D", 2)
+    assert d.side.reset()
+    begun(d, p)
+    begun(d, p, seed=1)
+    assert not d.side.reset()
+    assert d.side.pending
+    run(p, d, until=d.side.reset)
+    check_quiet(p, d)
+
+
+def test_of_two_prompts_of_one_request_the_first_loads_the_rows(make: Made, caplog: pytest.LogCaptureFixture) -> None:
+    """The other one neither loads them nor ends them."""
+    p, d = make("P"), make("D")
+    chat = begun(d, p)
+    chat.ask_prefill(p)
+    for name, tokens in (("another prompt", prompt(20, 9)), ("the same prompt", list(chat.tokens))):
+        p.submit(name, tokens, json.loads(json.dumps({**SENT_ON, **(chat.params or {})})))
+    run(p, d, until=lambda: {chat.prompted, "another prompt", "the same prompt"} <= p.params.keys())
+    assert (p.loaded, p.not_loaded) == ([chat.prompted], [])
+    assert caplog.text.count("another request has them") == 2
+
+
+def test_rows_that_are_rounded_do_not_go_back(make: Made) -> None:
+    """They would be in prefill's prefix cache, for all prompts."""
+    p, d = make("P"), make("D")
+    d.side._lossy = True
+    assert begun(d, p).params is None
+    check_quiet(p, d)
+
+
+def test_rows_that_prefill_reads_are_given_up_only_on_the_second_call(make: Made) -> None:
+    """Its request would fail although it is about to have them."""
+    p, d = make("P"), make("D")
+    begun(d, p)
+    d.step()
+    rank = d.ranks[0]
+    (going,) = rank._outgoing.values()
+
+    class Read:
+        phase, aborted = Phase.MOVING, 0
+
+        def abort(self, reason: str) -> None:
+            self.aborted += 1
+
+    whole, read = going.delivery, Read()
+    going.delivery = read  # type: ignore[assignment]
+    rank._abort("d0.0")
+    assert read.aborted == 0
+    rank._abort("d0.0")
+    assert read.aborted == 1
+    going.delivery = whole
+    rank._abort("d0.0")
     check_quiet(p, d)
 
 
@@ -483,7 +560,8 @@ def test_a_reference_comes_back_through_json() -> None:
     "wrong",
     [
         {"tokens": 0}, {"tokens": True}, {"tokens": "9"}, {"tokens": None}, {"tag": "no digits"}, {"tag": 3},
-        {"tag": None}, {"until": None}, {"until": math.nan}, {"until": "soon"}, {"transfer_id": 7}, {"instance": ""},
+        {"tag": None}, {"until": None}, {"until": math.nan}, {"until": 10**400}, {"until": "soon"},
+        {"transfer_id": 7}, {"instance": ""},
         {"addresses": "inproc://a"},
     ],
     ids=str,
@@ -514,18 +592,22 @@ def test_a_time_is_a_positive_number() -> None:
     assert (hold_s(None), hold_s({}), hold_s({"hold_s": None}), hold_s({"hold_s": 2})) == (0.0, 0.0, 0.0, 2.0)
 
 
-def test_answers_are_given_up_one_at_a_time() -> None:
+def test_answers_are_given_up_one_after_the_other_and_a_stuck_one_delays_no_others_for_long() -> None:
     held = HeldTurns()
-    assert held.give_up(waiting=True) is None
-    held.names |= {"one": None, "two": None}
-    assert held.give_up(waiting=False) is None
-    assert held.give_up(waiting=True) == "one"
-    assert held.give_up(waiting=True) is None
+    assert held.give_up(1.0, waiting=True) is None
+    held.names |= {"one": None, "two": None, "three": None}
+    assert held.give_up(1.0, waiting=False) is None
+    assert held.give_up(1.0, waiting=True) == "one"
+    assert held.give_up(1.1, waiting=True) is None
     held.ended("other")
-    assert held.give_up(waiting=True) is None
+    assert held.give_up(1.2, waiting=True) is None
     held.ended("one")
     held.few = lambda: True
-    assert held.give_up(waiting=False) == "two"
+    assert held.give_up(1.3, waiting=False) == "two"
+    assert held.give_up(1.4, waiting=False) is None
+    assert held.give_up(2.4, waiting=False) == "three"
+    assert held.give_up(3.5, waiting=False) == "two", "again: a peer may have finished to read it by now, or is frozen"
+    assert held.give_up_all(4.0) == ["two", "three"]
 
 
 def test_the_time_of_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
