@@ -180,25 +180,18 @@ def test_prefill_copies_into_decodes_pages(
     assert decode.logged("over mapped")
 
 
-DP: dict[str, Any] = {"dp_size": 2}
-DP_ATTENTION: dict[str, Any] = {"tp_size": 2, "attn_dp_size": 2, "environment": {"SGLANG_CPU_ATTENTION_DP": "1"}}
-
-
-@pytest.mark.parametrize(
-    ("of_prefill", "of_decode"),
-    [(DP, {}), ({}, DP), (DP_ATTENTION, {}), ({}, DP_ATTENTION)],
-    ids=["DP-1", "1-DP", "DPA-1", "1-DPA"],
-)
-def test_data_parallel_ranks(
-    servers: Start, tokens_of: TokensOf, of_prefill: dict[str, Any], of_decode: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 1), (1, 2)])
+def test_data_parallel_ranks(servers: Start, tokens_of: TokensOf, of_prefill: int, of_decode: int) -> None:
     """Each request has one of prefill's data-parallel ranks, by its room, and any of decode's."""
     options = {"verify": "full"}
-    prefill, decode = pair(servers, {"options": options, **of_prefill}, {"options": options, **of_decode})
+    sizes = [{"dp_size": count} if count > 1 else {} for count in (of_prefill, of_decode)]
+    prefill, decode = pair(servers, {"options": options, **sizes[0]}, {"options": options, **sizes[1]})
     for room, length in enumerate(LENGTHS, 1):
         first, second = serve(prefill, decode, room, prompt(length), COUNT)
         assert second.get("output_ids") == tokens_of(prompt(length)), (length, first, second)
     all_free(decode)
+    two = prefill if of_prefill > 1 else decode
+    assert all(two.logged(f"DP{number}] room") for number in range(2))
 
 
 def test_swapped_heads_give_other_tokens(servers: Start, tokens_of: TokensOf) -> None:
@@ -348,6 +341,7 @@ def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server
         ({"strategy": "direct"}, {}, "a network reads pages"),
         ({"stratgy": "auto"}, {}, "stratgy"),
         ({}, {"pp_size": 2}, "pipeline parallelism (a rank has some of the layers"),
+        ({}, {"tp_size": 2, "attn_dp_size": 2}, "data-parallel attention (SGLang does not run it on CPUs"),
         ({}, {"allow_auto_truncate": True}, "automatic truncation (each server would cut"),
     ],
 )

@@ -52,8 +52,6 @@ def install() -> None:
         share_caches()
     if os.environ.get("SGLANG_CPU_LATENTS"):
         attend_to_latents()
-    if os.environ.get("SGLANG_CPU_ATTENTION_DP"):
-        pad_batches()
 
 
 def share_caches() -> None:
@@ -98,19 +96,6 @@ def attend_to_latents() -> None:
     )
 
     AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
-
-
-def pad_batches() -> None:
-    """With data-parallel attention all ranks compute batches of one size.
-
-    SGLang's ``torch_native`` attention does not say how many tokens a request has that only fills a batch, and SGLang
-    asks for pinned memory there.
-    """
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.model_executor import forward_batch_info
-
-    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
-    forward_batch_info._is_cpu = True
 
 
 def swap_heads() -> None:
