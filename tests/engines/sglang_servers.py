@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -124,7 +125,7 @@ class Server:
             **on_cpu(), "OMP_NUM_THREADS": "1", "DISAGG_KV_SGLANG": json.dumps(dict(options or {})),
             **(environment or {}),
         }  # fmt: skip
-        if (ranks := int(given.get("tp-size", 1)) * int(given.get("dp-size", 1))) > 1:
+        if (ranks := math.prod(int(given.get(f"{one}-size", 1)) for one in ("tp", "pp", "dp"))) > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core % (os.cpu_count() or 1)) for core in range(ranks))
         with log.open("w") as out:
             self._process = subprocess.Popen(

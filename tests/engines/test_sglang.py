@@ -180,25 +180,18 @@ def test_prefill_copies_into_decodes_pages(
     assert decode.logged("over mapped")
 
 
-DP: dict[str, Any] = {"dp_size": 2}
-DP_ATTENTION: dict[str, Any] = {"tp_size": 2, "attn_dp_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("of_prefill", "of_decode"),
-    [(DP, {}), ({}, DP), (DP_ATTENTION, {}), ({}, DP_ATTENTION)],
-    ids=["DP-1", "1-DP", "DPA-1", "1-DPA"],
-)
-def test_data_parallel_ranks(
-    servers: Start, tokens_of: TokensOf, of_prefill: dict[str, Any], of_decode: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 1), (1, 2)])
+def test_data_parallel_ranks(servers: Start, tokens_of: TokensOf, of_prefill: int, of_decode: int) -> None:
     """Each request has one of prefill's data-parallel ranks, by its room, and any of decode's."""
     options = {"verify": "full"}
-    prefill, decode = pair(servers, {"options": options, **of_prefill}, {"options": options, **of_decode})
+    sizes = [{"dp_size": count} if count > 1 else {} for count in (of_prefill, of_decode)]
+    prefill, decode = pair(servers, {"options": options, **sizes[0]}, {"options": options, **sizes[1]})
     for room, length in enumerate(LENGTHS, 1):
         first, second = serve(prefill, decode, room, prompt(length), COUNT)
         assert second.get("output_ids") == tokens_of(prompt(length)), (length, first, second)
     all_free(decode)
+    two = prefill if of_prefill > 1 else decode
+    assert all(two.logged(f"DP{number}] room") for number in range(2))
 
 
 def test_swapped_heads_give_other_tokens(servers: Start, tokens_of: TokensOf) -> None:
@@ -347,6 +340,8 @@ def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server
     [
         ({"strategy": "direct"}, {}, "a network reads pages"),
         ({"stratgy": "auto"}, {}, "stratgy"),
+        ({}, {"pp_size": 2}, "pipeline parallelism (a rank has some of the layers"),
+        ({}, {"tp_size": 2, "attn_dp_size": 2}, "data-parallel attention (SGLang does not run it on CPUs"),
         ({}, {"allow_auto_truncate": True}, "automatic truncation (each server would cut"),
     ],
 )
@@ -384,6 +379,55 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("latents")
     DeepseekV3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def windows(kind: str, folder: Path) -> Path:
+    """A model with a window of 64 tokens, in all layers or all but every other, of which SGLang keeps all rows."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "sliding_window": 64,
+        "initializer_range": 0.15, "tie_word_embeddings": kind == "gemma3",
+    }  # fmt: skip
+    made: Any = (
+        MistralForCausalLM(MistralConfig(**common))
+        if kind == "mistral"
+        else Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **common, query_pre_attn_scalar=32, layer_types=["sliding_attention", "full_attention"] * 2
+            )
+        )
+    )
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "layernorm" in name and "post_" in name and kind == "gemma3":
+                weight.fill_(6)  # else the last token decides alone
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_windows_of_which_all_rows_are_kept(servers: Start, tmp_path: Path, kind: str) -> None:
+    """They are pages like others."""
+    model = windows(kind, tmp_path / "windows")
+    alone = servers("alone", model=model).ready()
+    wanted = {length: alone.begin(prompt(length), COUNT).result()["output_ids"] for length in LENGTHS}
+    alone.close()
+    assert len({token for tokens in wanted.values() for token in tokens}) > COUNT, (
+        "other rows would give the same tokens"
+    )
+    options = {"verify": "full"}
+    prefill, decode = pair(
+        servers,
+        {"page_size": 16, "options": options, "chunked_prefill_size": 64, "model": model},
+        {"options": options, "model": model},
+    )
+    for room, length in enumerate(LENGTHS, 1):
+        assert serve(prefill, decode, room, prompt(length), COUNT)[1]["output_ids"] == wanted[length]
+    all_free(decode)
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])

@@ -146,6 +146,7 @@ REASONS: Mapping[str, str] = {
     "own staging buffer (SGLANG_DISAGG_STAGING_BUFFER)": "this backend has its own",
     "vectorized cache layout": "the bytes of a head are not in one piece",
     "load balancing of data-parallel ranks": "decode finds the rank of a request by follow_bootstrap_room alone",
+    "data-parallel attention": "SGLang does not run it on CPUs, so no test has compared its tokens",
     "data-parallel ranks on several nodes": "the bootstrap server takes descriptions from its own host alone",
     "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": "the bootstrap server has none",
 }

@@ -64,7 +64,7 @@ WORDS: Mapping[str, Sequence[str]] = {
     "sglang.srt.sampling.sampling_params": ("custom_params",),
     "sglang.srt.managers.scheduler": ("forward_stream", "enable_overlap"),
     "sglang.srt.runtime_context": (
-        "attn_tp_size", "attn_tp_rank", "attn_tp_group", "attn_dp_size", "attn_dp_rank", "dp_size", "dp_rank",
+        "attn_tp_size", "attn_tp_rank", "attn_tp_group", "attn_dp_size", "dp_size", "dp_rank",
         "pp_size", "attn_cp_size",
     ),
     "sglang.srt.arg_groups.fields.parallel": ("load_balance_method", "follow_bootstrap_room", "nnodes"),

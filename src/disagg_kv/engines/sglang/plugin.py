@@ -143,6 +143,7 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
             "own staging buffer (SGLANG_DISAGG_STAGING_BUFFER)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
             "vectorized cache layout": os.environ.get("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd") != "nhd",
             "load balancing of data-parallel ranks": produces and count > 1 and not follows,
+            "data-parallel attention": parallel.attn_dp_size > 1,
             "data-parallel ranks on several nodes": produces and count > 1 and parallel.nnodes > 1,
             "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": (
                 envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
@@ -179,12 +180,9 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
 
 
 def _data_parallel() -> tuple[int, int]:
-    """Number of this instance among the data-parallel ranks of its server, and their count.
-
-    Either whole models are replicated, or attention alone; see ``num_dp_ranks_of`` of SGLang's ``runtime_context``.
-    """
+    """Number of this instance among the data-parallel ranks of its server, each a whole model, and their count."""
     parallel = get_parallel()
-    return parallel.dp_rank if parallel.dp_size > 1 else parallel.attn_dp_rank, parallel.dp_size * parallel.attn_dp_size
+    return parallel.dp_rank or 0, parallel.dp_size
 
 
 def _with_runner(original: Callable[..., Any], queue: Any, *args: Any, **others: Any) -> Any:
