@@ -277,9 +277,11 @@ class Router:
     async def _attempt(self, path: str, body: dict[str, Any], *, after: bool) -> Response:
         prefill, decode = next(self._prefill), next(self._decode)
         body = {key: value for key, value in body.items() if key not in OURS}
-        if prefill.engine != decode.engine:
-            if body.get("n", 1) != 1:
+        if "sglang" in (prefill.engine, decode.engine):
+            sampling = body.get("sampling_params")  # of SGLang's own API
+            if body.get("n", 1) != 1 or (isinstance(sampling, dict) and sampling.get("n", 1) != 1):
                 raise RefusedError(400, error("n: one choice for each request", 400))
+        if prefill.engine != decode.engine:
             body.pop("custom_params", None)
         if prefill.engine == "sglang":
             return await self._from_sglang(prefill, decode, path, body)

@@ -482,7 +482,7 @@ def test_both_servers_of_sglang_are_asked_at_once_in_one_room() -> None:
         prefill = await world.server(computed)
         await world.route([prefill.first], [decode.sglang])
         for _ in range(2):
-            status, _ = await world.ask(bootstrap_room=7, bootstrap_host="evil", custom_params={"a": 1}, n=2)
+            status, _ = await world.ask(bootstrap_room=7, bootstrap_host="evil", custom_params={"a": 1})
             assert status == 200
         await prefill.until(lambda: len(prefill.asked) == 2)
         host, port = prefill.place.split(":")
@@ -564,12 +564,15 @@ def test_sglang_decodes_what_vllm_prefills() -> None:
     run(story)
 
 
-def test_between_the_engines_a_request_has_one_choice_and_a_prompt_that_is_sent() -> None:
+def test_with_sglang_a_request_has_one_choice_and_between_the_engines_a_prompt_that_is_sent() -> None:
     async def story(world: World) -> None:
         async def nothing(body: dict[str, Any]) -> web.StreamResponse:
             return web.json_response({"choices": []})
 
         prefill, decode = await world.server(nothing), await world.server(decodes())
+        await world.route([prefill.first], [decode.sglang])
+        status, answer = await world.ask(sampling_params={"n": 2})
+        assert (status, answer["error"]["message"]) == (400, "n: one choice for each request")
         await world.route([prefill.vllm], [decode.sglang])
         status, answer = await world.ask(n=2)
         assert (status, answer["error"]["message"]) == (400, "n: one choice for each request")

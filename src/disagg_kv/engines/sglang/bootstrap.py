@@ -16,6 +16,7 @@ import time
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from typing import Any
 
 from attrs import define
@@ -36,6 +37,11 @@ MOST_ASKED = 128
 """Questions that are open at once. Requests name the addresses."""
 MOST_PLACES = 2 * MOST_ASKED
 """Addresses that are kept; for another one the oldest goes, one without an instance first."""
+
+
+def _loopback(*addresses: str) -> bool:
+    """Whether all are of this host alone: a listener at 127.0.1.1 is reached from 127.0.0.1."""
+    return all(ip_address(address).is_loopback for address in addresses)
 
 
 class BootstrapServer:
@@ -71,7 +77,8 @@ class BootstrapServer:
                 nonlocal count
                 own, place = self.connection.getsockname()[0], OWN.fullmatch(self.path)
                 length = self.headers.get("Content-Length", "")
-                if self.client_address[0] != own or place is None or int(place[1]) >= int(place[2]):
+                near = self.client_address[0] == own or _loopback(self.client_address[0], own)
+                if not near or place is None or int(place[1]) >= int(place[2]):
                     self._answer(403, b"")
                 elif not length.isdecimal() or int(length) > MOST_BYTES:
                     self._answer(413, b"")

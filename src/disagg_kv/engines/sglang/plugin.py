@@ -247,6 +247,14 @@ class DisaggKVSender(SenderRoom, BaseKVSender):
     ) -> None:
         self.kv_mgr = mgr
         super().__init__(mgr.side, bootstrap_room, prompt_of(_request.get()))
+        number, count = _data_parallel()
+        if count > 1 and not req_has_disagg_prefill_dp_rank and bootstrap_room % count != number:
+            self.refuse(
+                UnsupportedError(
+                    f"room {bootstrap_room}: decode expects it on data-parallel rank {bootstrap_room % count} of prefill, "
+                    f"not on {number}: a router that names another rank has to tell decode, too"
+                )
+            )
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """For SGLang's metrics."""

@@ -89,6 +89,8 @@ class Side:
         self.kept: dict[int | None, ReceiverRoom] = {}
         """Failed rooms whose pages SGLang keeps, by SGLang's numbers."""
         self._opened = opened
+        self.turn = 0
+        """Of SGLang's scheduler, about: each turn polls every request, and the first poll advances the endpoint."""
         self.directory = Directory()
         self._met: dict[str, int] = {}
 
@@ -104,6 +106,13 @@ class Side:
             return True
         self.endpoint.poll()
         return False
+
+    def closed_at(self, turn: int) -> bool:
+        """The same for a request that was polled in ``turn``: the endpoint has advanced if a new one has begun."""
+        if turn != self.turn:
+            return self.endpoint.closed
+        self.turn += 1
+        return self.closed
 
     def free(self, number: int | None) -> bool:
         """Whether nothing touches the pages of a failed room any more."""
@@ -174,6 +183,10 @@ class Room:
         self._handle: Delivery | Reception | None = None
         self._told = False
         self._error: DisaggKVError | None = None
+        self._polled = -1
+        if number == 0:
+            # SGLang takes it for that of a metadata row that has not come yet.
+            self.refuse(UnsupportedError("bootstrap_room 0: a room needs another number"))
 
     @property
     def report(self) -> Report:
@@ -196,7 +209,8 @@ class Room:
 
     def _outcome(self) -> Poll | None:
         """``SUCCESS`` or ``FAILED`` once nothing touches the pages any more; else None."""
-        closed = self._side.closed
+        closed = self._side.closed_at(self._polled)
+        self._polled = self._side.turn
         if self._handle is None:
             return None if self._error is None else Poll.FAILED
         phase, released = self._handle.phase, self._handle.released
@@ -234,7 +248,9 @@ class Room:
         """
         error = self._error or (None if self._handle is None else self._handle.error)
         if error is None:
-            self.refuse(AbortedError(f"room {self._number}: the request failed on another rank"))
+            elsewhere = AbortedError(f"room {self._number}: the request failed on another rank")
+            elsewhere.is_from_another_rank = True  # type: ignore[attr-defined]  # SGLang logs the other one
+            self.refuse(elsewhere)
             error = self._error
         self._settle()
         if isinstance(error, PeerLostError | IncompatiblePeerError):
@@ -273,7 +289,8 @@ class SenderRoom(Room):
         self._sent = 0
         self._stop = 0
         self._aux: int | None = None
-        self._attempt(self._open)
+        if self._error is None:
+            self._attempt(self._open)
 
     def _open(self) -> None:
         assert isinstance(self._side.endpoint, PrefillEndpoint)
@@ -371,7 +388,8 @@ class ReceiverRoom(Room):
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill instance is known: that of a data-parallel rank."""
-        self._attempt(lambda: self._open(prefill_dp_rank))
+        if self._number != 0:
+            self._attempt(lambda: self._open(prefill_dp_rank))
 
     def _open(self, rank: int) -> None:
         sources = self._side.directory.get(self._address)

@@ -573,3 +573,37 @@ def test_a_closed_endpoint_fails_its_rooms(pair: Pair) -> None:
     sender.send(None, None)  # type: ignore[arg-type]
     d.sides[0].close()
     wait(lambda: d.over(1), lambda: str(d.ended))
+
+
+def test_the_endpoint_advances_once_however_many_requests_sglang_polls(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of them ends first, and whichever SGLang polls first."""
+    p, _ = pair()
+    side = p.sides[0]
+    rooms = [SenderRoom(side, number) for number in range(1, 6)]
+    advanced = []
+    monkeypatch.setattr(side.endpoint, "poll", lambda: advanced.append(None))
+    for _ in range(3):
+        for room in rooms:
+            room.poll()
+    assert len(advanced) in (2, 3)
+    for room in rooms[1:3]:
+        room.abort()
+    advanced.clear()
+    for _ in range(4):
+        for room in (rooms[4], rooms[0], rooms[3]):
+            room.poll()
+    assert 3 <= len(advanced) <= 5
+    advanced.clear()
+    for _ in range(4):
+        rooms[0].poll()
+    assert len(advanced) == 4
+
+
+def test_room_0_is_refused_by_name(pair: Pair) -> None:
+    """SGLang would wait for its metadata row for ever."""
+    p, d = pair()
+    of_prefill, of_decode = serve(p, d, 0, prompt(9))
+    assert "bootstrap_room 0" in of_prefill
+    assert "bootstrap_room 0" in of_decode
