@@ -582,7 +582,7 @@ def test_the_endpoint_advances_once_however_many_requests_sglang_polls(
     p, _ = pair()
     side = p.sides[0]
     rooms = [SenderRoom(side, number) for number in range(1, 6)]
-    advanced = []
+    advanced: list[None] = []
     monkeypatch.setattr(side.endpoint, "poll", lambda: advanced.append(None))
     for _ in range(3):
         for room in rooms:
