@@ -251,8 +251,8 @@ class DisaggKVSender(SenderRoom, BaseKVSender):
         if count > 1 and not req_has_disagg_prefill_dp_rank and bootstrap_room % count != number:
             self.refuse(
                 UnsupportedError(
-                    f"room {bootstrap_room}: decode expects data-parallel rank {bootstrap_room % count} of prefill, not "
-                    f"{number}: a router that names another rank has to tell decode, too"
+                    f"room {bootstrap_room}: decode expects data-parallel rank {bootstrap_room % count} of prefill, "
+                    f"not {number}: a router that names another rank has to tell decode, too"
                 )
             )
 
