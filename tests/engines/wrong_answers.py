@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from .instances import PREFILL, Instance, nixl, transfer
+from .instances import PREFILL, EndedError, Instance, nixl, transfer
 
 OURS, THEIRS = "disagg_kv", "NixlConnector"
 CONNECTORS = (OURS, THEIRS)
@@ -173,7 +173,7 @@ class Served:
         decode.begin(name, case.tokens, COUNT, case.params)
         try:
             answer = decode.answer(name, ANSWER_S, {"reason": SILENT})
-        except AssertionError:
+        except EndedError:
             answer = {"reason": "error", "error": "EngineDeadError"}
         outcome = _outcome(answer, case.tokens, tokens_of)
         if outcome in (SILENT, ENDED):
