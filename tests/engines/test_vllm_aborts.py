@@ -22,7 +22,7 @@ from .instances import PREFILL, EndedError, Instance, serve, transfer
 
 pytestmark = pytest.mark.timeout(600)
 
-COUNT = 40
+COUNT = 24
 IN_FLIGHT = 8
 FREE_S = 30.0
 """Much more than ``claim_s`` and ``silence_s`` together."""
