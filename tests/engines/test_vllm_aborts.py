@@ -77,7 +77,7 @@ class Plan:
         moment = draw.choice([*Moment, Moment.NEVER, Moment.NEVER])
         tokens = [draw.randrange(3, 512) for _ in range(draw.randrange(20, 600))]
         at_once = {Moment.IN_LOAD: True, Moment.UNASKED: False, Moment.AS_DECODE_BEGINS: False}
-        pause = 0.0 if moment is Moment.BEFORE_PREFILL else draw.uniform(0, 0.3)
+        pause = 0.0 if moment is Moment.BEFORE_PREFILL else 0.3 * draw.random() ** 3
         leave = draw.randrange(1, COUNT // 2) if moment is Moment.IN_DECODE else 0
         return cls(name, tokens, moment, at_once.get(moment, draw.random() < 0.5), pause, leave)
 
