@@ -114,7 +114,7 @@ class Served:
             kv = transfer(f"kv_{role}", channel="zmq", listen=listen)
         else:
             os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-            # Without NIXL's thread an idle prefill instance never serves a read over TCP.
+            # Without NIXL's thread an idle prefill instance never serves a read.
             kv = nixl(f"kv_{role}", progress_thread=True)
         self.made += 1
         few = {"num_gpu_blocks_override": BLOCKS}
