@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from attrs import frozen
 
 from benchmarks import cpu_tables, fleet_tables, gpu_tables, mapped_tables
-from benchmarks.engine_tables import sglang, vllm
+from benchmarks.engine_tables import sglang, vllm, wrong
 from benchmarks.engines_gpu.tables import all_modes, ratios
 from benchmarks.tables import Found
 
@@ -67,6 +67,14 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "*Prefill busy* is measured while prefill computes another prompt. "
             "`NixlConnector` runs without NIXL's progress thread, which never sleeps.",
             "python -m benchmarks.vllm_latency",
+        ),
+        "vllm_cpu_wrong.json": Entry(
+            "Wrong references in vLLM",
+            wrong,
+            "What decode answers to `kv_transfer_params` that are not the request's own, and where the two caches "
+            "differ. A prefill instance that starts anew has the `engine_id` of the one before, which vLLM draws by "
+            "default. The file has each error's text.",
+            "python -m benchmarks.vllm_wrong",
         ),
         "sglang_cpu.json": Entry(
             "SGLang on two cores",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.catalogue import CATALOGUE, Entry
 from benchmarks.cpu_tables import worlds
+from benchmarks.engine_tables import wrong_in_short
 from benchmarks.engines_gpu.tables import beside, headline
 from benchmarks.fleet_tables import recovery
 from benchmarks.mapped_tables import gpu_flags, gpu_instead_in_short
@@ -25,7 +26,7 @@ from benchmarks.tables import Found
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BY_FILE = ROOT / "docs" / "results.md"
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "engines" / "vllm.md", ROOT / "README.md")
 MARK = re.compile(r"(?<=<!-- from )(?P<view>[^\n]+)( -->\n\n)(?P<shown>.*?)(?=\n\n<!-- end -->)", re.DOTALL)
 OF_THE_RUN = re.compile(r" --(commit|out) \S+")
 """Options of a recorded command that change nothing that is measured."""
@@ -37,6 +38,7 @@ VIEWS: Mapping[str, Callable[..., str]] = {
     "h200_flags.json": gpu_flags,
     "cpu_recovery.json": recovery,
     "simulation.json": worlds,
+    "vllm_cpu_wrong.json, in short": wrong_in_short,
 }
 """The names in marks: a pattern of files, or a view of it."""
 

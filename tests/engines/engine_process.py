@@ -1,8 +1,9 @@
 """One vLLM instance in a process of its own, driven by lines of JSON: run as ``python engine_process.py CONFIG``.
 
 CONFIG is a JSON object: ``model``, ``tp``, ``block_size``, ``kv`` (vLLM's ``KVTransferConfig``, or null), ``args``
-(other engine arguments). Each line of the input is ``{"id", "tokens", "n", "params"}`` or ``{"abort": id}``; each line
-of the output ``{"id", "tokens", "reason", "params", "seconds"}``. Lines that begin otherwise are vLLM's own.
+(other engine arguments). Each line of the input is ``{"id", "tokens", "n", "params", "leave"}``, ``{"abort": id}``,
+``{"metrics": id}`` or ``{"unused": id}``; each line of the output ``{"id", "tokens", "reason", "params", "seconds"}``.
+The client of a request goes away once it has ``leave`` tokens. Lines that begin otherwise are vLLM's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import time
+from math import inf
 from typing import Any
 
 MARK = "\x1eresult "
@@ -47,6 +49,7 @@ async def serve(config: dict[str, Any]) -> None:
 
     async def answer(command: dict[str, Any]) -> None:
         began, first, final = time.monotonic(), None, None
+        leave = command.get("leave") or inf
         extra = {"kv_transfer_params": command["params"]} if command.get("params") else None
         sampling = SamplingParams(
             temperature=0.0, max_tokens=command["n"], ignore_eos=True, extra_args=extra, detokenize=False
@@ -55,8 +58,12 @@ async def serve(config: dict[str, Any]) -> None:
             async for output in engine.generate({"prompt_token_ids": command["tokens"]}, sampling, command["id"]):
                 first = first or time.monotonic() - began
                 final = output
+                if len(output.outputs[0].token_ids) >= leave:
+                    leave = inf
+                    tasks[command["id"]].cancel()
         except asyncio.CancelledError:
-            say({"id": command["id"], "reason": "abort", "tokens": []})
+            had = [] if final is None else list(final.outputs[0].token_ids)
+            say({"id": command["id"], "reason": "abort", "tokens": had})
             return
         except Exception as exc:
             say({"id": command["id"], "reason": "error", "tokens": [], "error": f"{type(exc).__name__}: {exc}"})
@@ -80,6 +87,8 @@ async def serve(config: dict[str, Any]) -> None:
             from prometheus_client import generate_latest
 
             say({"id": command["metrics"], "text": generate_latest().decode()})
+        elif "unused" in command:
+            say({"id": command["unused"], "unused": await engine.reset_prefix_cache()})
         else:
             tasks[command["id"]] = loop.create_task(answer(command))
     engine.shutdown()

@@ -94,6 +94,10 @@ def on_gpus(kv: Mapping[str, Any] | None, tp: int) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith("VLLM_NIXL_SIDE_CHANNEL")}
 
 
+class EndedError(AssertionError):
+    """The instance's process has ended."""
+
+
 class Instance:
     """A process that runs ``engine_process.py``."""
 
@@ -130,6 +134,7 @@ class Instance:
             )
         self._answers: dict[str, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._changed = threading.Lock()
+        self._sending = threading.Lock()
         self._ended = False
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -154,8 +159,12 @@ class Instance:
 
     def _send(self, command: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        try:
+            with self._sending:
+                self._process.stdin.write(json.dumps(command) + "\n")
+                self._process.stdin.flush()
+        except BrokenPipeError as exc:
+            raise EndedError from exc
 
     def answer(self, name: str, seconds: float = ANSWER_S, otherwise: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer to a request; after ``seconds`` an error, or ``otherwise`` if there is one."""
@@ -165,7 +174,8 @@ class Instance:
             if otherwise is not None:
                 return otherwise
             raise AssertionError(f"{name}: no answer after {seconds} s:\n{self.log.read_text()[-4000:]}") from None
-        assert found is not None, f"the instance has ended:\n{self.log.read_text()[-4000:]}"
+        if found is None:
+            raise EndedError(f"the instance has ended:\n{self.log.read_text()[-4000:]}")
         return found
 
     def ready(self) -> Instance:
@@ -173,9 +183,11 @@ class Instance:
         self.answer("ready", START_S)
         return self
 
-    def begin(self, name: str, tokens: Sequence[int], count: int, params: Mapping[str, Any] | None = None) -> None:
-        """Ask for ``count`` tokens after ``tokens``."""
-        self._send({"id": name, "tokens": list(tokens), "n": count, "params": params})
+    def begin(
+        self, name: str, tokens: Sequence[int], count: int, params: Mapping[str, Any] | None = None, leave: int = 0
+    ) -> None:
+        """Ask for ``count`` tokens after ``tokens``. The client goes away with ``leave`` of them; 0: it stays."""
+        self._send({"id": name, "tokens": list(tokens), "n": count, "params": params, "leave": leave})
 
     def ask(
         self, name: str, tokens: Sequence[int], count: int, params: Mapping[str, Any] | None = None
@@ -200,6 +212,11 @@ class Instance:
         """How many tokens of prompts were ``local_compute``, or loaded as ``external_kv_transfer``."""
         return self.metric("vllm:prompt_tokens_by_source_total", f'source="{source}"')
 
+    def unused(self) -> bool:
+        """Whether all blocks of the cache are free; the log has the number of those that are not."""
+        self._send({"unused": "unused"})
+        return bool(self.answer("unused")["unused"])
+
     def kill(self) -> None:
         """SIGKILL to all processes of the instance."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -209,7 +226,8 @@ class Instance:
         """End it, gently first."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # of a command that a killed instance has not read
+            self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
         with suppress(ProcessLookupError):

@@ -160,33 +160,6 @@ def pair(model: object, tmp_path_factory: pytest.TempPathFactory) -> object:
         one.close()
 
 
-def test_no_block_is_stranded_by_aborts(pair: tuple[Instance, Instance], tokens_of: TokensOf) -> None:
-    """100 requests, a third of which the client aborts on either side at any time."""
-    prefill, decode = pair
-    draw = random.Random(5)
-    for number in range(100):
-        tokens, name = prompt(draw.randrange(20, 300), seed=number), f"abort {number}"
-        gone = draw.choice(("no", "no", "no", "no", "prefill", "decode"))
-        prefill.begin(f"p-{name}", tokens, 1, {**PREFILL, "transfer_id": f"transfer {number}"})
-        if gone == "prefill":
-            time.sleep(draw.uniform(0, 0.02))
-            prefill.abort(f"p-{name}")
-        first = prefill.answer(f"p-{name}")
-        if not first.get("params"):
-            continue
-        decode.begin(f"d-{name}", tokens, 2, first["params"])
-        if gone == "decode":
-            time.sleep(draw.uniform(0, 0.05))
-            decode.abort(f"d-{name}")
-        decode.answer(f"d-{name}")
-    deadline = time.monotonic() + 120  # the last unclaimed request ends after 30 s
-    while prefill.metric("vllm:kv_cache_usage_perc") or decode.metric("vllm:kv_cache_usage_perc"):
-        assert time.monotonic() < deadline, "blocks are stranded"
-        tokens = prompt(20, seed=99)
-        serve(prefill, decode, f"flush {time.monotonic()}", tokens, 1)
-        time.sleep(1)
-
-
 def test_decode_goes_on_when_prefill_is_killed(start: Start, tokens_of: TokensOf) -> None:
     """The first request may wait until the loss is noticed; later ones fail at once. Another instance serves on."""
     doomed, other = start("doomed", transfer("kv_producer")), start("other", transfer("kv_producer"))

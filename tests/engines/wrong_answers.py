@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from .instances import PREFILL, Instance, nixl, transfer
+from .instances import PREFILL, EndedError, Instance, nixl, transfer
 
 OURS, THEIRS = "disagg_kv", "NixlConnector"
 CONNECTORS = (OURS, THEIRS)
@@ -114,7 +114,8 @@ class Served:
             kv = transfer(f"kv_{role}", channel="zmq", listen=listen)
         else:
             os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-            kv = nixl(f"kv_{role}")
+            # Without NIXL's thread an idle prefill instance never serves a read.
+            kv = nixl(f"kv_{role}", progress_thread=True)
         self.made += 1
         few = {"num_gpu_blocks_override": BLOCKS}
         return self.start(f"{self.connector} {role} {self.made}", {**kv, "engine_id": role}, args=few, **more)
@@ -173,7 +174,7 @@ class Served:
         decode.begin(name, case.tokens, COUNT, case.params)
         try:
             answer = decode.answer(name, ANSWER_S, {"reason": SILENT})
-        except AssertionError:
+        except EndedError:
             answer = {"reason": "error", "error": "EngineDeadError"}
         outcome = _outcome(answer, case.tokens, tokens_of)
         if outcome in (SILENT, ENDED):
