@@ -5,7 +5,7 @@
   differ, for each row of a page.
 * ``mooncake``: Mooncake 0.3.14 over NVLink inside a host (``MC_INTRANODE_NVLINK``), as SGLang documents it.
 * ``-staging``: ``SGLANG_DISAGG_STAGING_BUFFER``, which SGLang uses where tensor-parallel sizes differ.
-* ``one server``: an instance with prefill's GPUs that transfers nothing. What a pair's time to the first token is above
+* ``alone``: an instance with prefill's GPUs that transfers nothing. What a pair's time to the first token is above
   this one's is its gap, since SGLang's prefill answers only after its transfer.
 """
 
@@ -28,7 +28,7 @@ _STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
 _MOONCAKE = {"MC_INTRANODE_NVLINK": "1", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"}
 _ORDER: Sequence[Order] = ("at once",)
 
-ALONE = "one server"
+ALONE = "alone"
 PAIRS: Mapping[str, Pair] = {
     one.name: one
     for one in (

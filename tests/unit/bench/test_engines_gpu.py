@@ -337,9 +337,9 @@ def run_of_sglang(out: Path, topology: str = "2to1") -> tuple[int, dict[str, Any
 
 
 def test_sglangs_staging_buffer_is_a_peer_where_sizes_differ(tmp_path: Path) -> None:
-    names = ["ours", "nixl", "nixl-staging", "mooncake", "mooncake-staging", "one server"]
+    names = ["ours", "nixl", "nixl-staging", "mooncake", "mooncake-staging", "alone"]
     assert [pair.name for pair in sglang.pairs_of("1to2")] == names
-    assert [pair.name for pair in sglang.pairs_of("1to1")] == ["ours", "nixl", "mooncake", "one server"]
+    assert [pair.name for pair in sglang.pairs_of("1to1")] == ["ours", "nixl", "mooncake", "alone"]
     (other,) = sglang.pairs_of("1to1", ["other"], tmp_path)
     assert other.source == tmp_path
     with pytest.raises(ValueError, match="1to1 has no pairs nixl-staging"):
@@ -370,7 +370,7 @@ def test_the_table_of_sglang_names_the_best_backend(tmp_path: Path) -> None:
         one["gap_ms"] = [5.0 if one["mode"].startswith("mooncake") else 10.0] * 3
     left = sglang_tables.headline({**document, "singles": rows})
     assert "10.0 / 5.0 (mooncake): **2.00 (2.00 to 2.00)**" in left
-    assert "one server" not in left
+    assert "alone" not in left
 
 
 def test_a_gap_of_sglang_is_what_the_first_token_takes_longer_than_on_one_server(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_gap_of_sglang_is_what_the_first_token_takes_longer_than_on_one_server
     assert document["oracle"] == "nixl, at once"
     assert not document["dropped"]
     for one in document["singles"]:
-        late = 0 if one["mode"] == "one server, at once" else fake_engine.LATER_S * 1e3
+        late = 0 if one["mode"] == "alone, at once" else fake_engine.LATER_S * 1e3
         assert one["equal"] == one["samples"] == 3
         assert one["gap_ms"] == pytest.approx([late] * 3, abs=2e3)
 
