@@ -8,6 +8,7 @@ from attrs import frozen
 
 from benchmarks import cpu_tables, fleet_tables, gpu_tables, mapped_tables
 from benchmarks.engine_tables import sglang, vllm, wrong
+from benchmarks.engines_gpu import sglang_tables
 from benchmarks.engines_gpu.tables import all_modes, ratios
 from benchmarks.tables import Found
 
@@ -75,6 +76,24 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "differ. A prefill instance that starts anew has the `engine_id` of the one before, which vLLM draws by "
             "default. The file has each error's text.",
             "python -m benchmarks.vllm_wrong",
+        ),
+        "h200_sglang.json": Entry(
+            "SGLang on two H200s",
+            sglang_tables.shown,
+            "All backends live at once, and take turns. *Alone* is a prefill server that transfers nothing. A gap is "
+            "the time to decode's first token less its median. Between tokens: decode's, of all requests of a load.",
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) benchmarks/engines_gpu/go.sh 1to1:64; "
+            "python -m benchmarks.engines_gpu merge results/sglang_*.json",
+        ),
+        "h200_sglang_first.json": Entry(
+            "SGLang's first requests on two H200s",
+            sglang_tables.firsts,
+            "Time to decode's first token of the first request of each length, with all that is done once: kernels are "
+            "compiled, and peers connect. `-staging` is `SGLANG_DISAGG_STAGING_BUFFER`. The runs at TP 2->1 and 1->2 "
+            "reached their time limit in the warm-up, since backends without it took up to 20 s and more a request.",
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) benchmarks/engines_gpu/go.sh 2to1:1 1to2:16 "
+            "1to1:64 2to1:64; "
+            "python -m benchmarks.engines_gpu firsts results/sglang_*.json",
         ),
         "sglang_cpu.json": Entry(
             "SGLang on two cores",

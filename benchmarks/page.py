@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.catalogue import CATALOGUE, Entry
 from benchmarks.cpu_tables import worlds
 from benchmarks.engine_tables import wrong_in_short
+from benchmarks.engines_gpu import sglang_tables
 from benchmarks.engines_gpu.tables import beside, headline
 from benchmarks.fleet_tables import recovery
 from benchmarks.mapped_tables import gpu_flags, gpu_instead_in_short
@@ -26,7 +27,10 @@ from benchmarks.tables import Found
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BY_FILE = ROOT / "docs" / "results.md"
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "engines" / "vllm.md", ROOT / "README.md")
+PAGES = (
+    *(ROOT / "docs" / name for name in ("benchmarks.md", "engines/vllm.md", "engines/sglang.md")),
+    ROOT / "README.md",
+)
 MARK = re.compile(r"(?<=<!-- from )(?P<view>[^\n]+)( -->\n\n)(?P<shown>.*?)(?=\n\n<!-- end -->)", re.DOTALL)
 OF_THE_RUN = re.compile(r" --(commit|out) \S+")
 """Options of a recorded command that change nothing that is measured."""
@@ -39,6 +43,8 @@ VIEWS: Mapping[str, Callable[..., str]] = {
     "cpu_recovery.json": recovery,
     "simulation.json": worlds,
     "vllm_cpu_wrong.json, in short": wrong_in_short,
+    "h200_sglang.json, headline": sglang_tables.headline,
+    "h200_sglang_first.json": sglang_tables.firsts,
 }
 """The names in marks: a pattern of files, or a view of it."""
 
@@ -60,7 +66,7 @@ def where(found: Found) -> str:
         else [machine["cpu"], f"{machine['cores']} cores"]
     )
     named = ("python", "torch", "triton", "pyzmq", "vllm", "vllm-cpu", "nixl", "sglang")
-    used = [f"{name} {versions[name]}" for name in named if name in versions]
+    used = [f"{name} {versions[name]}" for name in named if versions.get(name, "not installed") != "not installed"]
     return ", ".join([*place, *used, f"commit {(found.get('commit') or machine['commit'])[:12]}"])
 
 

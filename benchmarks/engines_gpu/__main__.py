@@ -2,6 +2,7 @@
 
     python -m benchmarks.engines_gpu run --topology 1to1 --block 64 --model MODEL --out DIR
     python -m benchmarks.engines_gpu merge FILES... > benchmarks/results/NAME.json
+    python -m benchmarks.engines_gpu firsts FILES...
     python -m benchmarks.engines_gpu table FILES...
     python -m benchmarks.engines_gpu plot FILES... OUT.svg
 
@@ -33,6 +34,7 @@ from .cases import BLOCKS, CACHE_TOKENS, SOURCE, TOPOLOGIES, engine_args, modes_
 from .measure import Plan, Run, results
 from .model import Shape
 from .plot import plot
+from .sglang_tables import first_requests
 from .tables import merged, of_run, runs, whole
 
 VERSIONS = ("torch", "triton", "vllm", "sglang", "nixl", "mooncake-transfer-engine-cuda13")
@@ -139,7 +141,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--other", type=Path, help=f"another source tree like {SOURCE.name}: the pair 'other'")
     run.add_argument("--logs", type=Path, help="folder of the instances' logs; by itself in --out")
     run.add_argument("--commit", help="of this checkout, where git cannot say")
-    for name, said in (("merge", "one document of several runs"), ("table", "Markdown")):
+    said_of = {
+        "merge": "one document of several runs",
+        "firsts": "one document of SGLang's first requests, also of runs that were cut off",
+        "table": "Markdown",
+    }
+    for name, said in said_of.items():
         commands.add_parser(name, help=said).add_argument("files", type=Path, nargs="+")
     drawn = commands.add_parser("plot", help="SVG of the gaps")
     drawn.add_argument("files", type=Path, nargs="+")
@@ -157,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     documents = [json.loads(file.read_text()) for file in given.files]
     if given.command == "merge":
         print(json.dumps(merged(documents)))
+    elif given.command == "firsts":
+        print(json.dumps(first_requests(documents)))
     elif given.command == "table":
         print("\n\n".join(map(whole, documents)))
     else:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 from benchmarks.tables import Found, table
 
+from .cases import LENGTHS
 from .figures import quantile
 from .sglang import ALONE, PAIRS
-from .tables import gap_ratio, lengths_of, load, loads_of, mean, modes, name_of, runs, single, speeds
+from .tables import SAME, all_modes, gap_ratio, lengths_of, load, loads_of, mean, modes, name_of, runs, single, speeds
 
 OURS = "ours, at once"
 
@@ -37,6 +39,31 @@ def headline(found: Found) -> str:
             yield [name_of(run), *cells]
 
     return table(rows())
+
+
+def first_requests(documents: Sequence[Found]) -> dict[str, Any]:
+    """What the first request of each length took in each run, also of runs that did not come to their end."""
+    own = ("topology", "block", "engine")
+    firsts = [{**{name: run[name] for name in own}, "first_ttft_ms": run["first_gap_ms"]} for run in documents]
+    return {name: documents[-1][name] for name in ("commit", *SAME)} | {"runs": firsts, "lengths": list(LENGTHS)}
+
+
+def firsts(found: Found) -> str:
+    """The first request of each length; a request that was not answered in time is missing."""
+
+    def rows() -> Iterator[list[str]]:
+        every = dict.fromkeys(mode for run in found["runs"] for mode in run["first_ttft_ms"])
+        yield [f"ms, {' / '.join(f'{one:,}' for one in found['lengths'])} tokens", *map(name_of, found["runs"])]
+        for mode in sorted(every, key=lambda one: not one.startswith("ours")):
+            of = (run["first_ttft_ms"].get(mode, []) for run in found["runs"])
+            yield [_short(mode), *(" / ".join(f"{one:,.0f}" for one in some) for some in of)]
+
+    return table(rows())
+
+
+def shown(found: Found) -> str:
+    """All tables."""
+    return f"{headline(found)}\n\n{all_modes(found)}"
 
 
 def _best(run: Found, value: Callable[[str], float | None]) -> tuple[str, float] | None:
