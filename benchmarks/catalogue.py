@@ -8,7 +8,7 @@ from attrs import frozen
 
 from benchmarks import cpu_tables, fleet_tables, gpu_tables, mapped_tables
 from benchmarks.engine_tables import sglang, vllm, wrong
-from benchmarks.engines_gpu import sglang_tables
+from benchmarks.engines_gpu import sglang_tables, turns
 from benchmarks.engines_gpu.tables import all_modes, ratios
 from benchmarks.tables import Found
 
@@ -76,6 +76,21 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "differ. A prefill instance that starts anew has the `engine_id` of the one before, which vLLM draws by "
             "default. The file has each error's text.",
             "python -m benchmarks.vllm_wrong",
+        ),
+        "h200_vllm_wrong.json": Entry(
+            "Wrong references in vLLM on a GPU",
+            wrong,
+            "The cases whose caches are alike, on one H200.",
+            "DISAGG_KV_ON_GPUS=1 python -m benchmarks.vllm_wrong --groups references",
+        ),
+        "h200_turns.json": Entry(
+            "Turns of a conversation in vLLM",
+            turns.shown,
+            "Time to decode's first token, both instances asked at once. Prefill has no prefix cache; or two instances "
+            "with one take turns; or these load from decode the rows that they lack (*both ways*); or one instance "
+            "with a prefix cache has all turns. All instances share one H200. The first prompt has 12,000 tokens, each "
+            "further one an answer of 64 and 1,000 new ones more.",
+            "OUT=results COMMIT=$(git rev-parse HEAD) OPTIONS='--reps 4' benchmarks/engines_gpu/go.sh turns:64",
         ),
         "h200_sglang.json": Entry(
             "SGLang on two H200s",
@@ -267,6 +282,13 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             cpu_tables.grant,
             "Over a `UnixChannel`, on an idle host.",
             "python -m bench grant --json",
+        ),
+        "h200_lanes.json": Entry(
+            "What each transport carries between GPUs",
+            cpu_tables.gpu_lanes,
+            "256 MiB from one GPU to another, by `disagg-kv doctor --between`. UCX's log names its transports for "
+            "control messages, and not the one that carries GPU memory.",
+            "python -m benchmarks.lanes --device cuda:0 --json benchmarks/results/h200_lanes.json",
         ),
         "cpu_lanes.json": Entry(
             "What each transport carries",

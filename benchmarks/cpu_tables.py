@@ -43,6 +43,19 @@ def lanes(found: Found) -> str:
     return table([head, *rows])
 
 
+def gpu_lanes(found: Found) -> str:
+    """What each transport carries between two GPUs, beside the nominal rate of what connects them."""
+    rows = (
+        [
+            of["transport"],
+            f"{of['gb_s']:.0f}",
+            f"{of['gb_s'] / of['most_gb_s']:.0%} of {of['most_gb_s']:.0f}, {of['most']}",
+        ]
+        for of in found["transports"]
+    )
+    return table([["transport", "GB/s", "of the nominal rate"], *rows])
+
+
 def adapter(found: Found) -> str:
     """What a transport adds to its library."""
     head = [f"{found['transport']}: us, p50 / p95", "library", "transport", "added"]
