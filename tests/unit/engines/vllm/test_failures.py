@@ -34,7 +34,7 @@ def computed(d: Engine, name: str) -> bool:
 @pytest.mark.parametrize(
     ("wrong", "codes"),
     [
-        ({"transfer_id": "unknown"}, {"deadline"}),
+        ({"transfer_id": "unknown"}, {"deadline", "aborted"}),
         ({"instance": "Q"}, {"incompatible_peer"}),
         ({"addresses": ["inproc://none", "inproc://none-either"]}, {"peer_lost", "aborted"}),
     ],
