@@ -172,7 +172,7 @@ def begun(fleet: Fleet, name: str, decode: Instance | None = None, hold_s: float
 
 
 def ends_right(chat: Chat, prefill: Instance, tokens_of: TokensOf) -> None:
-    """The turn goes on to the right tokens. The instance to compare with may have to start first, so it is asked last."""
+    """The turn goes on to the right tokens. The instance to compare with may have to start, so it is asked last."""
     found = chat.turn(prefill, 1.0)["tokens"]
     assert found == tokens_of(chat.tokens, COUNT)
 
