@@ -172,9 +172,9 @@ def begun(fleet: Fleet, name: str, decode: Instance | None = None, hold_s: float
 
 
 def ends_right(chat: Chat, prefill: Instance, tokens_of: TokensOf) -> None:
-    """The turn goes on to the right tokens."""
-    wanted = tokens_of(chat.tokens, COUNT)
-    assert chat.turn(prefill, 1.0)["tokens"] == wanted
+    """The turn goes on to the right tokens. The instance to compare with may have to start, so it is asked last."""
+    found = chat.turn(prefill, 1.0)["tokens"]
+    assert found == tokens_of(chat.tokens, COUNT)
 
 
 def changed(chat: Chat, **other: Any) -> Chat:
