@@ -4,8 +4,9 @@
 #
 #   examples/sglang/serve.sh MODEL [options of sglang.launch_server]
 #
-# PREFILL_TP and DECODE_TP (1) are the tensor-parallel sizes; PORT (8000), PREFILL_PORT (30000), DECODE_PORT (31000) and
-# BOOTSTRAP_PORT (8998). DISAGG_KV_SGLANG has the options of the plug-in, as JSON.
+# PREFILL_TP and DECODE_TP (1) are the tensor-parallel sizes; PREFILL_GPUS and DECODE_GPUS choose the GPUs of each server,
+# as in CUDA_VISIBLE_DEVICES; PORT (8000), PREFILL_PORT (30000), DECODE_PORT (31000) and BOOTSTRAP_PORT (8998).
+# DISAGG_KV_SGLANG has the options of the plug-in, as JSON.
 set -euo pipefail
 model=${1:?usage: serve.sh MODEL [options of sglang.launch_server]}
 shift
@@ -13,10 +14,12 @@ port=${PORT:-8000} prefill_port=${PREFILL_PORT:-30000} decode_port=${DECODE_PORT
 here=$(dirname "$0")
 trap 'kill 0' EXIT
 
-python3 -m sglang.launch_server --model-path "$model" --port "$prefill_port" --tp-size "${PREFILL_TP:-1}" \
+env ${PREFILL_GPUS:+CUDA_VISIBLE_DEVICES="$PREFILL_GPUS"} \
+    python3 -m sglang.launch_server --model-path "$model" --port "$prefill_port" --tp-size "${PREFILL_TP:-1}" \
     --disaggregation-mode prefill --disaggregation-transfer-backend disagg_kv \
     --disaggregation-bootstrap-port "$bootstrap" "$@" &
-python3 -m sglang.launch_server --model-path "$model" --port "$decode_port" --tp-size "${DECODE_TP:-1}" \
+env ${DECODE_GPUS:+CUDA_VISIBLE_DEVICES="$DECODE_GPUS"} \
+    python3 -m sglang.launch_server --model-path "$model" --port "$decode_port" --tp-size "${DECODE_TP:-1}" \
     --disaggregation-mode decode --disaggregation-transfer-backend disagg_kv "$@" &
 for server in "$prefill_port" "$decode_port"; do
     until curl --silent --fail "127.0.0.1:$server/model_info" >/dev/null; do
