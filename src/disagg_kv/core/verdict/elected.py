@@ -184,7 +184,7 @@ class Elected(Verdict):
         A success may be withdrawn, a failure not.
         """
         if self._world == 1:
-            return super().vote(key, ok, reason, now)
+            return [] if ok is None else [Outcome(key, Decided(ok, reason))]
         if self._rank == 0:
             return self._count(key.room, self._rank, _Use(self._epoch, key.generation), ok, reason, now)
         pending = self._pending.get(key.room)
