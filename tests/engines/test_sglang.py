@@ -259,7 +259,10 @@ def test_prefill_is_killed_and_started_again(servers: Start, tokens_of: TokensOf
     waiting = decode.begin(prompt(60), COUNT, prefill, 2)
     answer = waiting.result()
     assert answer["object"] == "error", answer
-    assert re.search(rf"its process has ended|reports its end|no process listens there|127\.0\.0\.1:{prefill.bootstrap}", answer["message"])
+    assert re.search(
+        rf"its process has ended|reports its end|no process listens there|127\.0\.0\.1:{prefill.bootstrap}",
+        answer["message"],
+    )
     again = servers("again", "prefill", bootstrap=prefill.bootstrap).ready()
     assert serve(again, decode, 3, prompt(70), COUNT)[1]["output_ids"] == tokens_of(prompt(70))
     all_free(decode)
