@@ -10,8 +10,12 @@ from pathlib import Path
 from tests.support.processes import wait
 
 
+OTHERS = ("sem.", "psm_", "vllm_dist_", "sgl_shm_mq_")
+"""Names of semaphores, and of the rings of engines."""
+
+
 def abandoned() -> set[str]:
-    """Names in /dev/shm that no living process maps; semaphores, and engines' rings (``psm_``), are others' own.
+    """Names in /dev/shm that no living process maps; ``OTHERS`` are not this library's.
 
     Tests run side by side: what another one's processes share at the moment says nothing.
     """
@@ -21,7 +25,7 @@ def abandoned() -> set[str]:
             mapped.update(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
         except OSError:
             continue  # it has ended, or is not ours
-    return {name for name in os.listdir("/dev/shm") if name not in mapped and not name.startswith(("sem.", "psm_"))}
+    return {name for name in os.listdir("/dev/shm") if name not in mapped and not name.startswith(OTHERS)}
 
 
 def held() -> tuple[int, int]:
