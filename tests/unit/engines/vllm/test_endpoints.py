@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -280,12 +282,20 @@ def test_status_sockets_need_a_folder_of_this_user_alone(
         opened("P", {"status_socket": True}, consumes=False)
 
 
+def two_ports() -> int:
+    """A port that is free, as is the second one after it. The system gives none of these to other listeners."""
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 100):
+        with suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 2))
+            return port
+    raise AssertionError("no port is free")
+
+
 @needs_prometheus
 def test_each_rank_has_a_port_of_its_own() -> None:
     """Rank 0 that of the option, each further rank the next."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = two_ports()
     for rank in (0, 2):
         shown = Shown(f"127.0.0.1:{port}", status_socket=False, rank=rank)
         assert shown.server is not None
