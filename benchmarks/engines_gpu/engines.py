@@ -60,6 +60,17 @@ class Sample:
     itl: float
     tokens: Sequence[int]
 
+    @classmethod
+    def of(cls, first: Mapping[str, Any], second: Mapping[str, Any], arrived: float, new: int) -> Sample:
+        """From the answers of prefill and decode; the request arrived then, and ``new`` tokens were asked for."""
+        return cls(
+            prefill=first["t1"] - first["t0"],
+            gap=second["t1"] - first["t1"],
+            ttft=second["t1"] - arrived,
+            itl=(second["t2"] - second["t1"]) / max(1, new - 1),
+            tokens=second["tokens"],
+        )
+
 
 @define(eq=False)
 class Instance:
@@ -179,13 +190,7 @@ class Live:
             first, second = await self._after_prefill(request, new)
         else:
             first, second = await self._at_once(request, new)
-        return Sample(
-            prefill=first["t1"] - first["t0"],
-            gap=second["t1"] - first["t1"],
-            ttft=second["t1"] - arrived,
-            itl=(second["t2"] - second["t1"]) / max(1, new - 1),
-            tokens=second["tokens"],
-        )
+        return Sample.of(first, second, arrived, new)
 
     async def _after_prefill(self, request: dict[str, Any], new: int) -> tuple[dict[str, Any], dict[str, Any]]:
         unknown = {} if self.pair.connector == "ours" else NIXL_UNKNOWN
@@ -236,10 +241,4 @@ class Rooms:
         arrived = time.monotonic()
         answers = await asyncio.gather(*(one.ask(request) for one in self.instances))
         first, second = answers[0], answers[-1]
-        return Sample(
-            prefill=first["t1"] - first["t0"],
-            gap=second["t1"] - first["t1"],
-            ttft=second["t1"] - arrived,
-            itl=(second["t2"] - second["t1"]) / max(1, new - 1),
-            tokens=second["tokens"],
-        )
+        return Sample.of(first, second, arrived, new)

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,38 @@ def prompt(seed: int, length: int) -> list[int]:
     return drawn
 
 
-class Server:
-    """An engine and the file descriptor of its answers."""
+class Lines(ABC):
+    """Reads requests, and writes answers to a file descriptor; what serves them is another class's."""
+
+    def __init__(self, engine: Any, out: int) -> None:
+        self._engine = engine
+        self._out = out
+
+    def say(self, answer: Mapping[str, Any]) -> None:
+        """Write a line, whole, whatever the size of the pipe."""
+        line = memoryview((json.dumps(answer) + "\n").encode())
+        while line:
+            line = line[os.write(self._out, line) :]
+
+    @abstractmethod
+    async def answer(self, asked: Mapping[str, Any]) -> None:
+        """Serve a request."""
+
+    async def serve(self) -> None:
+        """Answer until the input ends."""
+        loop = asyncio.get_running_loop()
+        tasks = set()
+        reader = asyncio.StreamReader(limit=1 << 24)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            task = loop.create_task(self.answer(json.loads(line)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        self._engine.shutdown()
+
+
+class Server(Lines):
+    """An engine of vLLM."""
 
     def __init__(self, config: Mapping[str, Any], out: int) -> None:
         from vllm.config import KVTransferConfig
@@ -41,14 +72,7 @@ class Server:
         args = AsyncEngineArgs(
             model=config["model"], skip_tokenizer_init=True, kv_transfer_config=kv, **config["args"]
         )  # fmt: skip
-        self._engine = AsyncLLM.from_engine_args(args)
-        self._out = out
-
-    def say(self, answer: Mapping[str, Any]) -> None:
-        """Write a line, whole, whatever the size of the pipe."""
-        line = memoryview((json.dumps(answer) + "\n").encode())
-        while line:
-            line = line[os.write(self._out, line) :]
+        super().__init__(AsyncLLM.from_engine_args(args), out)
 
     async def answer(self, asked: Mapping[str, Any]) -> None:
         """Serve a request."""
@@ -81,18 +105,6 @@ class Server:
                 "t2": time.monotonic(),
             }
         )
-
-    async def serve(self) -> None:
-        """Answer until the input ends."""
-        loop = asyncio.get_running_loop()
-        tasks = set()
-        reader = asyncio.StreamReader(limit=1 << 24)
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        while line := await reader.readline():
-            task = loop.create_task(self.answer(json.loads(line)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        self._engine.shutdown()
 
 
 async def main() -> None:

@@ -80,7 +80,7 @@ def engine_args(page: int, tp: int) -> dict[str, Any]:
         "context_length": 20_000,
         "max_running_requests": 16,
         "chunked_prefill_size": 8192,
-        # Room in host memory for requests that give way takes 24 s to allocate, and is not used here.
+        # The default allocates room in host memory for requests that give way, which delays the start.
         "disaggregation_decode_retraction_backup": "cpu_tensor",
         "skip_server_warmup": True,
         "log_level": "info",

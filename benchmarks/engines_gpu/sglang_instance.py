@@ -14,24 +14,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .instance import prompt
+from .instance import Lines, prompt
 
 
-class Server:
-    """An engine and the file descriptor of its answers."""
+class Server(Lines):
+    """An engine of SGLang."""
 
     def __init__(self, config: Mapping[str, Any], out: int) -> None:
         from sglang.srt.entrypoints.engine import Engine
 
-        self._engine = Engine(model_path=config["model"], skip_tokenizer_init=True, **config["args"])
+        super().__init__(Engine(model_path=config["model"], skip_tokenizer_init=True, **config["args"]), out)
         self._port = config["bootstrap_port"] if "disaggregation_mode" in config["args"] else None
-        self._out = out
-
-    def say(self, answer: Mapping[str, Any]) -> None:
-        """Write a line, whole, whatever the size of the pipe."""
-        line = memoryview((json.dumps(answer) + "\n").encode())
-        while line:
-            line = line[os.write(self._out, line) :]
 
     async def answer(self, asked: Mapping[str, Any]) -> None:
         """Serve a request."""
@@ -58,18 +51,6 @@ class Server:
             self.say({"id": asked["id"], "error": "SGLang ended the request without a token"})
             return
         self.say({"id": asked["id"], "tokens": tokens, "t0": t0, "t1": t1, "t2": time.monotonic()})
-
-    async def serve(self) -> None:
-        """Answer until the input ends."""
-        loop = asyncio.get_running_loop()
-        tasks = set()
-        reader = asyncio.StreamReader(limit=1 << 24)
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        while line := await reader.readline():
-            task = loop.create_task(self.answer(json.loads(line)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        self._engine.shutdown()
 
 
 def main() -> None:

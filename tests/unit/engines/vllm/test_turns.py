@@ -172,7 +172,7 @@ def test_a_time_that_is_none_holds_nothing(make: Made, hold: object, caplog: pyt
     ("hold", "options"), [(0.3, None), (60.0, Options(total_s=0.3, silence_s=0.2, heartbeat_s=0.05))], ids=str
 )
 def test_blocks_are_free_after_the_time_or_total_s(make: Made, hold: float, options: Options | None) -> None:
-    """Nobody asks for the rows; that is no failure."""
+    """No prefill instance asks for the rows. That is not counted as a failure."""
     p, d = make("P", 2), make("D", 2, options=options)
     chat = Chat(d, prompt(14), hold=hold)
     began = time.monotonic()
@@ -606,7 +606,9 @@ def test_answers_are_given_up_one_after_the_other_and_a_stuck_one_delays_no_othe
     assert held.give_up(1.3, waiting=False) == "two"
     assert held.give_up(1.4, waiting=False) is None
     assert held.give_up(2.4, waiting=False) == "three"
-    assert held.give_up(3.5, waiting=False) == "two", "again: a peer may have finished to read it by now, or is frozen"
+    assert held.give_up(3.5, waiting=False) == "two", (
+        "the first again: its peer has finished or is frozen"
+    )
     assert held.give_up_all(4.0) == ["two", "three"]
 
 
