@@ -606,9 +606,7 @@ def test_answers_are_given_up_one_after_the_other_and_a_stuck_one_delays_no_othe
     assert held.give_up(1.3, waiting=False) == "two"
     assert held.give_up(1.4, waiting=False) is None
     assert held.give_up(2.4, waiting=False) == "three"
-    assert held.give_up(3.5, waiting=False) == "two", (
-        "the first again: its peer has finished or is frozen"
-    )
+    assert held.give_up(3.5, waiting=False) == "two", "the first again: its peer has finished or is frozen"
     assert held.give_up_all(4.0) == ["two", "three"]
 
 
