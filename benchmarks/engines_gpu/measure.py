@@ -21,7 +21,7 @@ NEW, LOAD_NEW = 16, 32
 WARM_LOAD = 16
 """Requests in flight, once, before anything counts."""
 
-SLOW_S = 2.0
+SLOW_S = 4.0
 """A peer that needs longer for a prompt, twice, is left out of what follows, where peers may be left out."""
 
 GRACE_S = 10.0

@@ -88,7 +88,8 @@ class Probe:
         lane = measure(self.link, name, self.here.place.device, self.host)
         lane = evolve(lane, auto=name == AUTO, gb_s=rate(lane.seconds) if lane.seconds else None)
         near = self.here.where == self.there.where
-        lanes = logged(self.log, str(os.getpid())) if lane.transport == "nixl" else []
+        memory = self.here.place.device.partition(":")[0]
+        lanes = logged(self.log, str(os.getpid()), memory) if lane.transport == "nixl" else []
         over = {
             "nixl": f"UCX: {', '.join(lanes) or 'it does not log over what'}",
             "mooncake": "tcp, as configured" if self.host or self.here.place.device == "cpu" else "nvlink_intra",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ def settings(folder: str) -> Mapping[str, str]:
     return {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
 
 
-def logged(folder: str, pid: str) -> Sequence[str]:
-    """What :func:`found` finds in the log of a process; nothing if there is none."""
+def logged(folder: str, pid: str, memory: str) -> Sequence[str]:
+    """What :func:`found` finds in the log of this process, ``pid``; nothing if there is none."""
+    ctypes.CDLL(None).fflush(None)  # UCX's last tables may still be in the buffer of its file
     log = Path(folder) / pid
-    return found(log.read_text()) if log.is_file() else []
+    return found(log.read_text(), memory) if log.is_file() else []
 
 
 def only_tcp(names: Sequence[str]) -> bool:
@@ -29,8 +31,12 @@ def only_tcp(names: Sequence[str]) -> bool:
     return "tcp" in kinds and kinds <= {"tcp", "cuda_copy"}
 
 
-def found(log: str) -> Sequence[str]:
-    """The transports, each with its device, in UCX's tables of writes to another process."""
+def found(log: str, memory: str) -> Sequence[str]:
+    """The transports, each with its device, in UCX's tables of writes to another process.
+
+    ``memory`` is that of the bytes: ``cpu`` or ``cuda``.
+    """
+    source = "from host" if memory == "cpu" else f"from {memory}"
     names: set[str] = set()
     to_another = writes = False
     for line in log.splitlines():
@@ -38,7 +44,7 @@ def found(log: str) -> Sequence[str]:
         if "cfg#" in row:
             to_another, writes = "intra-node" in row or "inter-node" in row, False
         elif "by ucp_" in row:
-            writes = to_another and "remote memory write" in row
+            writes = to_another and "remote memory write" in row and source in row
         elif edge and writes:
             names.update(_NAME.findall(row))
     return sorted(names)

@@ -123,17 +123,21 @@ LOG = """
 [1.2] [host/1:9:0]   | a intra-node cfg#1 |
 [1.2] [host/1:9:0]   | active message by ucp_am_send* from host memory |
 [1.2] [host/1:9:0]   | 0..inf | short | cma/memory |
+[1.2] [host/1:9:0]   | a intra-node cfg#1 |
+[1.2] [host/1:9:0]   | remote memory write by ucp_put* from cuda/dev[2] to cuda/dev[3] |
+[1.2] [host/1:9:0]   | 0..inf | zero-copy | cuda_ipc/cuda |
 """
 
 
 def test_lanes_are_those_of_writes_to_another_process(tmp_path: Path) -> None:
-    """Not those within a process, nor those of messages."""
-    assert found(LOG) == ["sysv/memory", "tcp/eth0", "tcp/lo"]
-    assert found(LOG.replace("intra-node", "inter-node")) == ["sysv/memory", "tcp/eth0", "tcp/lo"]
-    assert found("") == []
+    """Not those within a process, nor those of messages, nor those of other memory."""
+    assert found(LOG, "cpu") == ["sysv/memory", "tcp/eth0", "tcp/lo"]
+    assert found(LOG.replace("intra-node", "inter-node"), "cpu") == ["sysv/memory", "tcp/eth0", "tcp/lo"]
+    assert found(LOG, "cuda") == ["cuda_ipc/cuda"]
+    assert found("", "cpu") == []
     (tmp_path / "7").write_text(LOG)
-    assert logged(str(tmp_path), "7") == found(LOG)
-    assert logged(str(tmp_path), "8") == []
+    assert logged(str(tmp_path), "7", "cpu") == found(LOG, "cpu")
+    assert logged(str(tmp_path), "8", "cpu") == []
 
 
 def test_only_sockets_leave_the_process() -> None:

@@ -158,7 +158,7 @@ def test_both_sides_are_shown_and_different_protocols_in_red() -> None:
 
 
 UCX = """x |  {kind}-node cfg#1 |
-x | remote memory write by ucp_put* |
+x | remote memory write by ucp_put* from host memory to host |
 x | 0..inf | zero-copy | {names} |
 """
 
