@@ -8,7 +8,7 @@ from attrs import frozen
 
 from benchmarks import cpu_tables, fleet_tables, gpu_tables, mapped_tables
 from benchmarks.engine_tables import sglang, vllm, wrong
-from benchmarks.engines_gpu import sglang_tables, turns
+from benchmarks.engines_gpu import sglang_tables, tables, turns
 from benchmarks.engines_gpu.tables import all_modes, ratios
 from benchmarks.tables import Found
 
@@ -98,7 +98,17 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "All backends live at once, and take turns. *Alone* is a prefill server that transfers nothing. A gap is "
             "the time to decode's first token less its median. Between tokens: decode's, of all requests of a load.",
             "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) benchmarks/engines_gpu/go.sh 1to1:64; "
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) LIMIT_S=190 "
+            "OPTIONS='--pairs ours,nixl-staging,mooncake-staging,alone --reps 8' "
+            "benchmarks/engines_gpu/go.sh 2to1:16 1to2:16; "
             "python -m benchmarks.engines_gpu merge results/sglang_*.json",
+        ),
+        "h200_sglang_programs.json": Entry(
+            "Programs of a copy beside SGLang's models",
+            tables.of_run,
+            "*Ours* copies with a program for each multiprocessor, *other* with one for two, as the default is now.",
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) OPTIONS='--other OTHER/src "
+            "--pairs ours,other,alone --reps 4 --rounds 4' benchmarks/engines_gpu/go.sh 1to1:64",
         ),
         "h200_sglang_first.json": Entry(
             "SGLang's first requests on two H200s",
@@ -286,8 +296,7 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
         "h200_lanes.json": Entry(
             "What each transport carries between GPUs",
             cpu_tables.gpu_lanes,
-            "256 MiB from one GPU to another, by `disagg-kv doctor --between`. UCX's log names its transports for "
-            "control messages, and not the one that carries GPU memory.",
+            "256 MiB from one GPU to another, by `disagg-kv doctor --between`.",
             "python -m benchmarks.lanes --device cuda:0 --json benchmarks/results/h200_lanes.json",
         ),
         "cpu_lanes.json": Entry(

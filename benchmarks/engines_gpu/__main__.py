@@ -88,7 +88,10 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
         rounds=given.rounds,
     )
     if given.engine == "sglang":
-        plan = evolve(plan, oracle=sglang.ORACLE, alone=f"{sglang.ALONE}, at once", peers_may_fail=True)
+        alone, (prefill, decode) = f"{sglang.ALONE}, at once", given.topology.split("to")
+        plan = evolve(plan, oracle=sglang.ORACLE, alone=alone, peers_may_fail=True)
+        if prefill != decode:
+            plan = evolve(plan, rounds_otherwise=alone)
     header = {
         "command": "python -m benchmarks.engines_gpu run",
         **software(given.commit),

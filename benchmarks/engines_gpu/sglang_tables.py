@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks.tables import Found, table
 
 from .cases import LENGTHS
-from .figures import quantile
+from .figures import quantile, ratio
 from .sglang import ALONE, PAIRS
-from .tables import SAME, all_modes, gap_ratio, lengths_of, load, loads_of, mean, modes, name_of, runs, single, speeds
+from .tables import SAME, all_modes, lengths_of, load, loads_of, mean, modes, name_of, runs, single, speeds
 
 OURS = "ours, at once"
 
@@ -23,17 +23,17 @@ def peers(run: Found) -> list[str]:
 
 
 def headline(found: Found) -> str:
-    """Of each run: gaps, requests per second, and the time between tokens under load."""
+    """Of each run: time to the first token, requests per second, and the time between tokens under load."""
 
     def rows() -> Iterator[list[str]]:
         lengths, in_flight = lengths_of(runs(found)[0]), loads_of(runs(found)[0])
         yield [
             "ours / best of SGLang's",
-            *(f"gap, ms, {one:,} tokens" for one in lengths),
+            *(f"TTFT, ms, {one:,} tokens" for one in lengths),
             *(f"{what}, {one} in flight" for one in in_flight for what in ("requests/s", "between tokens")),
         ]
         for run in runs(found):
-            cells = [_gap(run, length) for length in lengths]
+            cells = [_first(run, length) for length in lengths]
             for number in in_flight:
                 cells += [_speed(run, number), _between(run, number)]
             yield [name_of(run), *cells]
@@ -72,15 +72,17 @@ def _best(run: Found, value: Callable[[str], float | None]) -> tuple[str, float]
     return min(there, key=lambda one: one[1], default=None)
 
 
-def _gap(run: Found, length: int) -> str:
-    def gap(mode: str) -> float | None:
+def _first(run: Found, length: int) -> str:
+    def ttft(mode: str) -> float | None:
         one = single(run, mode, length)
-        return quantile(one["gap_ms"], 0.5) if one else None
+        return quantile(one["ttft_ms"], 0.5) if one else None
 
-    ours, best = gap(OURS), _best(run, gap)
+    ours, best = ttft(OURS), _best(run, ttft)
     if ours is None or best is None:
         return ""
-    return f"{ours:.1f} / {best[1]:.1f} ({_short(best[0])}): **{gap_ratio(run, OURS, best[0], length)}**"
+    both = [single(run, mode, length) for mode in (OURS, best[0])]
+    found = ratio(*(one["ttft_ms"] for one in both if one))
+    return f"{ours:.1f} / {best[1]:.1f} ({_short(best[0])}): **{found}**"
 
 
 def _speed(run: Found, in_flight: int) -> str:

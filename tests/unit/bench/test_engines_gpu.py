@@ -367,7 +367,7 @@ def test_the_table_of_sglang_names_the_best_backend(tmp_path: Path) -> None:
     assert re.search(r"TP 2->1, pages of 16 \| \d+\.\d / \d+\.\d \((nixl|mooncake)(-staging)?\): \*\*[01]\.\d\d", shown)
     rows = [run for run in document["singles"] if run["mode"] != "mooncake-staging, at once"]
     for one in rows:
-        one["gap_ms"] = [5.0 if one["mode"].startswith("mooncake") else 10.0] * 3
+        one["ttft_ms"] = [5.0 if one["mode"].startswith("mooncake") else 10.0] * 3
     left = sglang_tables.headline({**document, "singles": rows})
     assert "10.0 / 5.0 (mooncake): **2.00 (2.00 to 2.00)**" in left
     assert "alone" not in left
@@ -382,6 +382,17 @@ def test_a_gap_of_sglang_is_what_the_first_token_takes_longer_than_on_one_server
         late = 0 if one["mode"] == "alone, at once" else fake_engine.LATER_S * 1e3
         assert one["equal"] == one["samples"] == 3
         assert one["gap_ms"] == pytest.approx([late] * 3, abs=2e3)
+
+
+@pytest.mark.parametrize("topology", ["1to1", "2to1"])
+def test_all_tokens_of_one_server_are_compared_where_decode_has_its_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "None-None=wrong")
+    _, document = run_of_sglang(tmp_path, topology)
+    assert {one["equal"] for one in document["singles"] if one["mode"] == "alone, at once"} == {0}
+    red = [why for why in document["red"] if why.startswith("alone, at once, 512 tokens")]
+    assert len(red) == (1 if topology == "1to1" else 0)
 
 
 @pytest.mark.parametrize("fault", ["error", "end"])
