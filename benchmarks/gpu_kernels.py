@@ -467,7 +467,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu: only checks, with TRITON_INTERPRET=1")
     parser.add_argument("--tile-bytes", type=int, nargs="*", help="instead of the tuned ones")
     parser.add_argument("--warps", type=int, nargs="*", default=[1], help="with --tile-bytes")
-    parser.add_argument("--programs", type=int, nargs="*", default=[1], help="per multiprocessor, with --tile-bytes")
+    parser.add_argument(
+        "--programs", type=float, nargs="*", default=[0.5], help="per multiprocessor, with --tile-bytes"
+    )
     parser.add_argument("--case", type=int, nargs="*", default=range(len(CASES)), help="by number; all of them")
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()

@@ -95,7 +95,7 @@ class CopyLauncher(Host):
         if self._programs is not None:
             return self._programs
         each = self._op.tuning.programs
-        return each * context.multiprocessors if each else 1 << 30
+        return max(1, int(each * context.multiprocessors)) if each else 1 << 30
 
     def warm(self, source: PagedMemory, target: PagedMemory, numbers: Sequence[int] | None = None) -> None:
         """Compile for whatever planes of one pool may copy into the other; see :meth:`.Host._compile_all`."""

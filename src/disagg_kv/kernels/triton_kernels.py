@@ -37,7 +37,7 @@ class Tuning:
     tile_bytes: int = 4096
     warps: int = 1
     neighbours_together: bool = False
-    programs: int = 0
+    programs: float = 0
 
 
 class Launchable(Protocol):
@@ -118,7 +118,7 @@ class Op:
 OPS = {
     "gather": Op(stage, Tuning(), ("staging",)),
     "scatter": Op(stage, Tuning(neighbours_together=True), ("pages",)),
-    "copy": Op(copy, Tuning(tile_bytes=65536, warps=16, programs=1)),
+    "copy": Op(copy, Tuning(tile_bytes=65536, warps=16, programs=0.5)),
     "checksum": Op(checksum, Tuning(tile_bytes=8192)),
 }
 """What needs no conversion. Writing short runs far apart costs more than reading them so; more rows share what a

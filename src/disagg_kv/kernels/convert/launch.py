@@ -44,7 +44,8 @@ class TritonKernels:
 
     Args:
         programs: most programs of one copy into mapped pages, each of which takes a multiprocessor or less from a
-            model that computes meanwhile. Fewer copy more slowly. None: one per multiprocessor.
+            model that computes meanwhile. Fewer copy more slowly. None: one for two multiprocessors, or for each where
+            it converts.
     """
 
     name = "triton"
