@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .instances import PREFILL, Instance, nixl, transfer
+from .instances import ON_GPUS, PREFILL, Instance, nixl, transfer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -156,7 +156,12 @@ def alone(begin: Begin, kind: str, prompts: Sequence[list[int]], **config: Any) 
 
 
 def by_nixl(
-    begin: Begin, kind: str, tps: tuple[int, int], prompts: Sequence[list[int]], patch: pytest.MonkeyPatch
+    begin: Begin,
+    kind: str,
+    tps: tuple[int, int],
+    prompts: Sequence[list[int]],
+    patch: pytest.MonkeyPatch,
+    **config: Any,
 ) -> list[list[int]]:
     """The tokens of two instances with vLLM's own ``NixlConnector``."""
     instances = []
@@ -164,7 +169,7 @@ def by_nixl(
     ports = random.SystemRandom().sample(range(12_000, 32_000), 2)  # below those that other listeners are given
     for role, tp, port in zip(("kv_producer", "kv_consumer"), tps, ports, strict=True):
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
-        instances.append(begin(kind, f"nixl {role}", nixl(role), tp=tp))
+        instances.append(begin(kind, f"nixl {role}", nixl(role), tp=tp, **config))
     names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
     found = answers(instances[0].ready(), instances[1].ready(), prompts, {**PREFILL, **dict.fromkeys(names)})
     assert instances[1].prompt_tokens("local_compute") <= len(prompts)  # the last token of each: the rest is loaded
@@ -204,6 +209,9 @@ def test_tokens_of_models_with_sliding_windows(begin: Begin, kind: str, tps: tup
     assert transferred(begin, kind, tps, prompts, len(LENGTHS) - len(OUTRUN), args=CHUNKED) == wanted
 
 
+LATENTS: dict[str, Any] = {"dtype": "bfloat16", "args": {"attention_backend": "TRITON_MLA"}} if ON_GPUS else {}
+
+
 @pytest.mark.parametrize("tps", [(1, 1), (1, 2)])
 def test_tokens_of_a_model_with_latents(begin: Begin, tps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As with vLLM's ``NixlConnector``; neither decode instance computes the prompt.
@@ -212,8 +220,8 @@ def test_tokens_of_a_model_with_latents(begin: Begin, tps: tuple[int, int], monk
     after one whose last token it computes alone, as decode does whatever carries the rows.
     """
     prompts = [prompt(150)]
-    wanted = by_nixl(begin, "deepseek", tps, prompts, monkeypatch)
-    assert transferred(begin, "deepseek", tps, prompts, len(prompts)) == wanted
+    wanted = by_nixl(begin, "deepseek", tps, prompts, monkeypatch, **LATENTS)
+    assert transferred(begin, "deepseek", tps, prompts, len(prompts), **LATENTS) == wanted
 
 
 STATES = (2, 33, 64, 65, 66, 150, 400)
