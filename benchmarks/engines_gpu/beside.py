@@ -1,0 +1,169 @@
+"""What transfers cost the requests that decode computes meanwhile, in vLLM.
+
+    python -m benchmarks.engines_gpu.beside --model MODEL --block 64 --out FOLDER
+    python -m benchmarks.engines_gpu.beside --cpu --model TINY_MODEL --block 32 --tokens 300 --answer 32 --out FOLDER
+
+Prefill has the first GPU, decode the last. Decode computes ``--running`` requests of its own at once, which take no
+transfer: once alone, and once while it loads other requests from prefill, one after another, of which it computes one
+token each. The two take turns. A result is the median time between two tokens of the running requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from attrs import define, evolve, field
+
+from benchmarks.tables import Found, table
+
+from .__main__ import Gpus, settings, software
+from .cases import LOAD_TOKENS, PAIRS, Mode, Spec
+from .cases import specs as specs_of
+from .engines import Instance, Live, RequestError
+from .figures import quantile, ratio
+from .turns import CPU_ARGS, CPU_ENVIRONMENT, PROGRAM, START_S
+
+SHORT = 64
+"""Tokens of a running request's prompt, which decode computes itself."""
+
+
+def specs(given: argparse.Namespace, gpus: int) -> list[Spec]:
+    """Prefill and decode."""
+    made = specs_of([PAIRS["ours"]], "1to1", given.block, max(2, gpus), given.model)["ours"]
+    return [_on_cpu(one) for one in made] if given.cpu else list(made)
+
+
+def _on_cpu(spec: Spec) -> Spec:
+    args = {**CPU_ARGS, **{name: spec.config["args"][name] for name in ("block_size", "enable_prefix_caching")}}
+    config = {**spec.config, "args": args, "kv": {**spec.config["kv"], "kv_connector_extra_config": {}}}
+    return evolve(spec, config=config, env={**spec.env, **CPU_ENVIRONMENT})
+
+
+@define(eq=False)
+class Run:
+    """What was asked, and what came of it: seconds, of each turn."""
+
+    given: argparse.Namespace
+    gpus: int
+    program: Sequence[str] = PROGRAM
+    alone: list[float] = field(factory=list)
+    beside: list[float] = field(factory=list)
+    loads: list[int] = field(factory=list)
+    red: list[str] = field(factory=list)
+    _asked: int = 0
+
+    async def all(self) -> None:
+        """Start, warm up, measure; kill the instances whatever happens."""
+        self.given.out.mkdir(parents=True, exist_ok=True)
+        started: list[Instance] = []
+        try:
+            for spec in specs(self.given, self.gpus):
+                started.append(await Instance.start(spec, self.program, self.given.out))
+            await asyncio.gather(*(one.ready(START_S) for one in started))
+            prefill, decode = started
+            live = Live(PAIRS["ours"], prefill, decode)
+            await live.ask(Mode("ours", "after prefill"), 1, self.given.tokens, 1)
+            for number in range(-1, 2 * self.given.reps):
+                loads = number % 4 in (1, 2)
+                between, count = await self._turn(live, loads=loads)
+                print(f"{number:3} {between * 1e3:.3f} ms between tokens, {count} loads", flush=True)
+                if number >= 0:
+                    (self.beside if loads else self.alone).append(between)
+                    self.loads += [count] if loads else []
+        except RequestError as exc:
+            self.red.append(str(exc))
+        finally:
+            await asyncio.gather(*(one.close() for one in started))
+
+    async def _turn(self, live: Live, *, loads: bool) -> tuple[float, int]:
+        """Seconds between tokens, and how many requests were loaded before the last of them."""
+        running = asyncio.gather(*(self._run(live) for _ in range(self.given.running)))
+        count = 0
+        while loads and not running.done():
+            self._asked += 1
+            await live.ask(Mode("ours", "at once"), self._asked, self.given.tokens, 1)
+            count += 1
+        return median(await running), count
+
+    async def _run(self, live: Live) -> float:
+        self._asked += 1
+        answer = await live.decode.ask(
+            {"id": f"own {self._asked}", "seed": self._asked, "length": SHORT, "new": self.given.answer, "params": None}
+        )
+        took: float = answer["t2"] - answer["t1"]
+        return took / (int(self.given.answer) - 1)
+
+
+def document(run: Run, gpus: Gpus | None) -> dict[str, Any]:
+    """The results, for JSON."""
+    given = run.given
+    return {
+        "command": "python -m benchmarks.engines_gpu.beside",
+        **software(given.commit),
+        "gpus": [] if gpus is None else list(gpus.names),
+        "driver": "" if gpus is None else gpus.driver,
+        "settings": {**settings("vllm"), "block": given.block},
+        "tokens": given.tokens,
+        "running": given.running,
+        "answer": given.answer,
+        "ok": not run.red,
+        "red": run.red,
+        "alone_ms": [round(1e3 * one, 4) for one in run.alone],
+        "beside_ms": [round(1e3 * one, 4) for one in run.beside],
+        "loads": run.loads,
+    }
+
+
+def shown(found: Found) -> str:
+    """Both, and the ratio."""
+    alone, beside = found["alone_ms"], found["beside_ms"]
+    second = [one / (ms * (found["answer"] - 1) / 1e3) for one, ms in zip(found["loads"], beside, strict=True)]
+    rows = [
+        ["between tokens, ms, p50 / p90", "alone", "while others are loaded", "ratio, 95% interval", "loads a second"],
+        [
+            f"{found['running']} requests",
+            *(f"{quantile(one, 0.5):.2f} / {quantile(one, 0.9):.2f}" for one in (alone, beside)),
+            f"**{ratio(beside, alone)}**",
+            f"{median(second):.1f} of {found['tokens']:,} tokens",
+        ],
+    ]
+    return table(rows)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "llama"))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the document and the instances' logs")
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block")
+    parser.add_argument("--tokens", type=int, default=LOAD_TOKENS, help="of a prompt that is loaded")
+    parser.add_argument("--running", type=int, default=6, help="requests that decode computes meanwhile")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of each of them")
+    parser.add_argument("--reps", type=int, default=8, help="turns of each kind")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU")
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module."""
+    given = arguments(argv)
+    gpus = None if given.cpu else Gpus.here()
+    run = Run(given, 2 if gpus is None else len(gpus.names))
+    asyncio.run(run.all())
+    found = document(run, gpus)
+    (given.out / "beside.json").write_text(json.dumps(found) + "\n")
+    print(*([] if run.red else [shown(found)]), *run.red, sep="\n", flush=True)
+    return 1 if run.red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
