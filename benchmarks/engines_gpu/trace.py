@@ -78,6 +78,9 @@ PARTS: Sequence[Part] = (
 LOAD = slice(9, 15)
 """The parts from when the rows are final, and decode is ready, until decode's first step begins."""
 
+KINDS: Mapping[Owner, str] = {"vLLM": "engine", "model": "box", "ours": "cell", "wire": "port"}
+"""Owners, and the styles of their bars."""
+
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -293,29 +296,36 @@ def _ms(seconds: Sequence[float]) -> list[float]:
     return [round(one * 1e3, 3) for one in seconds]
 
 
-def loads(found: Found, order: str) -> dict[str, list[float]]:
-    """Milliseconds of each load by owner; ``wire`` is what a plain copy takes, and the rest of that part is ours."""
-    of = [(part.owner, found["orders"][order]["parts_ms"][part.name]) for part in PARTS[LOAD]]
-    copy = median(found["copy_ms"])
-    ours, vllm, wire = (
-        [sum(one) for one in zip(*(values for owner, values in of if owner == whose), strict=True)]
-        for whose in ("ours", "vLLM", "wire")
-    )
-    return {"ours": [a + b - copy for a, b in zip(ours, wire, strict=True)], "vLLM": vllm}
+def spent(found: Found, order: str, parts: slice = slice(None)) -> dict[Owner, list[float]]:
+    """Milliseconds of each request by owner, in some of its parts."""
+    of = [(part.owner, found["orders"][order]["parts_ms"][part.name]) for part in PARTS[parts]]
+    return {
+        owner: [sum(one) for one in zip(*(values for whose, values in of if whose == owner), strict=True)]
+        for owner in KINDS
+    }
 
 
 def shown(found: Found) -> str:
-    """A row of each part: milliseconds of both orders, median and 90 % quantile."""
-    orders = list(found["orders"])
+    """Each part in both orders, and what :func:`in_short` says."""
+    orders = [order for order in ORDERS if order in found["orders"]]
     rows = [["ms, p50 / p90", "whose", *(f"asked {order}" for order in orders)]]
     for part in PARTS:
         rows.append([part.name, part.owner, *(_cell(found["orders"][one]["parts_ms"][part.name]) for one in orders)])
-    rows.append(["**first token**", "", *(_cell(found["orders"][one]["ttft_ms"]) for one in orders)])
-    rows.append([f"a plain copy of {found['bytes'] / 2**20:.0f} MiB", "wire", *[_cell(found["copy_ms"])] * len(orders)])
-    for owner in ("ours", "vLLM"):
-        rows.append(
-            ["**load, beside that copy**", f"**{owner}**", *(_cell(loads(found, one)[owner]) for one in orders)]
-        )
+    return f"{table(rows)}\n\n{in_short(found)}"
+
+
+def in_short(found: Found) -> str:
+    """The sums of all parts, and those of the load beside a plain copy: what its wire takes longer is ours."""
+    orders, copy = [order for order in ORDERS if order in found["orders"]], median(found["copy_ms"])
+    rows = [["ms, p50 / p90", *(f"asked {order}" for order in orders)]]
+    for owner in KINDS:
+        rows.append([owner, *(_cell(spent(found, order)[owner]) for order in orders)])
+    rows.append(["**first token**", *(_cell(found["orders"][order]["ttft_ms"]) for order in orders)])
+    loads = [spent(found, order, LOAD) for order in orders]
+    rows.append([f"a plain copy of {found['bytes'] / 2**20:.0f} MiB", *[_cell(found["copy_ms"])] * len(orders)])
+    ours = ([a + b - copy for a, b in zip(one["ours"], one["wire"], strict=True)] for one in loads)
+    rows.append(["the load beside it, ours", *map(_cell, ours)])
+    rows.append(["the load beside it, vLLM's", *(_cell(one["vLLM"]) for one in loads)])
     return table(rows)
 
 
@@ -323,7 +333,6 @@ def _cell(values: Sequence[float]) -> str:
     return f"{quantile(values, 0.5):.2f} / {quantile(values, 0.9):.2f}"
 
 
-KINDS: Mapping[Owner, str] = {"vLLM": "engine", "model": "box", "ours": "cell", "wire": "port"}
 LEFT, RIGHT, TOP, BAR, WIDTH = 300, 56, 66, 20, 900
 
 
