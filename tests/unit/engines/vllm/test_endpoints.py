@@ -138,6 +138,29 @@ def test_a_step_that_computes_nothing_reports_the_load_that_ends_in_it(
     assert d.worker.results(set()).received == {"d"}
 
 
+def test_the_step_after_a_report_does_not_wait_for_another_load(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes in the report once that step is over; the one after it waits again."""
+    p, d = opened("P", {}, consumes=False), opened("D", {}, produces=False)
+    begin(p, d, (p.address,))
+    other = Load(Origin("later", Source("P", (p.address,))), 1, ((GroupId("group 0"), (10,), 0),), {}, b"tag")
+    d.worker.begin(StepWork(loads={"other": other}, idle=True))
+    waits: list[None] = []
+    once = d.worker._wait
+
+    def counted() -> None:
+        waits.append(None)
+        once()
+
+    monkeypatch.setattr(d.worker, "_wait", counted)
+    wait(lambda: "d" in d.worker.results(set()).received, lambda: "the first load")
+    waited = len(waits)
+    assert waited
+    assert d.worker.results(set()) == Results()
+    assert len(waits) == waited
+    assert d.worker.results(set()) == Results()
+    assert len(waits) == waited + 1
+
+
 @pytest.mark.parametrize("channel", ["unix", "zmq"])
 def test_instances_find_each_other_by_the_address_in_the_request(opened: Open, channel: str, tmp_path: Path) -> None:
     listen = {"listen": str(tmp_path / "sockets")} if channel == "unix" else {}
