@@ -180,7 +180,7 @@ def specs(given: argparse.Namespace, gpus: int, notes: Path) -> dict[str, Spec]:
     made = {}
     for number, (name, role) in enumerate((("prefill", "kv_producer"), ("decode", "kv_consumer"))):
         args = engine_args(given.block, 1)
-        env = environment(FIRST_PORT + 20 * number, [number * (gpus - 1)], SOURCE)
+        env = environment(FIRST_PORT + 20 * number, [number * (gpus - 1)], given.source.resolve())
         kv = {**transfer(PAIRS["ours"], role), "engine_id": name}
         kv |= {"kv_connector": "TracedConnector", "kv_connector_module_path": "benchmarks.engines_gpu.traced"}
         if given.cpu:
@@ -370,6 +370,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=64, help="tokens of a block")
     parser.add_argument("--tokens", type=int, default=LOAD_TOKENS, help="of each prompt")
     parser.add_argument("--reps", type=int, default=10, help="requests of each order that count")
+    parser.add_argument("--source", type=Path, default=SOURCE, help="the library's source tree")
     parser.add_argument("--cpu", action="store_true", help="on the CPU")
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     parser.add_argument("--plot", type=Path, help="only draw this document; --out is the picture")

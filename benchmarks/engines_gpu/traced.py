@@ -46,14 +46,18 @@ class Moments:
         self._last = time.monotonic()
         self._found.append((name, self._last, more))
 
-    def mark(self, name: str, stream: Any = None) -> None:
+    def mark(self, name: str, stream: Any = None) -> Any:
         """When a stream, by default the current one, has done what is queued now; without a GPU: now."""
+        at: Any = time.monotonic()
         if torch.cuda.is_available():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(stream)
-            self._found.append((name, event, {}))
-        else:
-            self.note(name)
+            at = torch.cuda.Event(enable_timing=True)
+            at.record(stream)
+        self.add(name, at)
+        return at
+
+    def add(self, name: str, at: Any) -> None:
+        """At the time of an earlier mark."""
+        self._found.append((name, at, {}))
 
     def _write_all(self) -> None:
         while True:
@@ -124,6 +128,7 @@ class TracedConnector(DisaggKVConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._moments = moments()
+        self._passed = False
 
     def on_new_request(self, request: Any) -> None:
         """The scheduler has a request."""
@@ -155,21 +160,20 @@ class TracedConnector(DisaggKVConnector):
         self._moments.note("begun", idle=work.idle, chunks=len(work.chunks), loads=len(work.loads))
 
     def finish_forward(self) -> None:
-        """The forward pass is queued."""
+        """The forward pass is queued; the connector may close it here."""
+        idle, was_open = self._work.idle, self._rank._step is not None
+        at = None if idle else self._moments.mark("forward")
         super().finish_forward()
-        if not self._work.idle:
-            self._moments.mark("forward")
-            self._moments.note("queued")
+        self._passed = was_open and self._rank._step is None
+        if self._passed:
+            self._moments.add("marked", at)
 
     def wait_for_save(self) -> None:
-        """The connector closes the pass; what it marks follows what is queued here."""
-        idle = self._work.idle
-        if not idle:
+        """The connector closes the pass, if it has not yet; what it marks follows what is queued here."""
+        if not self._work.idle and not self._passed:
             self._moments.mark("marked")
-            self._moments.note("close")
+        self._passed = False
         super().wait_for_save()
-        if not idle:
-            self._moments.note("closed")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """A step is over; one that computes nothing may wait here."""
