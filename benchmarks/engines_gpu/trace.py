@@ -390,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     nbytes = max((one.nbytes for ways in run.ways.values() for one in ways), default=0)
     found = document(run, gpus, nbytes, copies(nbytes, devices))
     (given.out / "trace.json").write_text(json.dumps(found) + "\n")
-    print(shown(found), *run.red, sep="\n", flush=True)
+    print(*([shown(found)] if run.ways else []), *run.red, sep="\n", flush=True)
     return 1 if run.red else 0
 
 

@@ -33,23 +33,25 @@ Moment = tuple[str, Any, dict[str, Any]]
 
 
 class Moments:
-    """Those of this process."""
+    """Those of this process, once ``live``: earlier, vLLM may capture CUDA graphs, which other work would spoil."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._found: list[Moment] = []
         self._last = 0.0
+        self.live = False
         threading.Thread(target=self._write_all, daemon=True).start()
 
     def note(self, name: str, **more: Any) -> None:
         """Now."""
-        self._last = time.monotonic()
-        self._found.append((name, self._last, more))
+        if self.live:
+            self._last = time.monotonic()
+            self._found.append((name, self._last, more))
 
     def mark(self, name: str, stream: Any = None) -> Any:
         """When a stream, by default the current one, has done what is queued now; without a GPU: now."""
         at: Any = time.monotonic()
-        if torch.cuda.is_available():
+        if self.live and torch.cuda.is_available():
             at = torch.cuda.Event(enable_timing=True)
             at.record(stream)
         self.add(name, at)
@@ -57,7 +59,8 @@ class Moments:
 
     def add(self, name: str, at: Any) -> None:
         """At the time of an earlier mark."""
-        self._found.append((name, at, {}))
+        if self.live:
+            self._found.append((name, at, {}))
 
     def _write_all(self) -> None:
         while True:
@@ -132,6 +135,7 @@ class TracedConnector(DisaggKVConnector):
 
     def on_new_request(self, request: Any) -> None:
         """The scheduler has a request."""
+        self._moments.live = True
         self._moments.note("new")
         super().on_new_request(request)
 
@@ -155,6 +159,7 @@ class TracedConnector(DisaggKVConnector):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step begins in the rank."""
         work = connector_metadata
+        self._moments.live = True
         self._moments.note("begin", idle=work.idle, chunks=len(work.chunks), loads=len(work.loads))
         super().bind_connector_metadata(work)
         self._moments.note("begun", idle=work.idle, chunks=len(work.chunks), loads=len(work.loads))
