@@ -184,13 +184,20 @@ class Live:
         Raises:
             RequestError: of either instance.
         """
+        return Sample.of(*await self.answers(mode, seed, length, new), new)
+
+    async def answers(
+        self, mode: Mode, seed: int, length: int, new: int
+    ) -> tuple[dict[str, Any], dict[str, Any], float]:
+        """The answers of prefill and decode, and when the request arrived at the router.
+
+        Raises:
+            RequestError: of either instance.
+        """
         request = {"id": f"{self.pair.name} {next(self._numbers)}", "seed": seed, "length": length}
         arrived = time.monotonic()
-        if mode.order == "after prefill":
-            first, second = await self._after_prefill(request, new)
-        else:
-            first, second = await self._at_once(request, new)
-        return Sample.of(first, second, arrived, new)
+        asked = self._after_prefill if mode.order == "after prefill" else self._at_once
+        return *await asked(request, new), arrived
 
     async def _after_prefill(self, request: dict[str, Any], new: int) -> tuple[dict[str, Any], dict[str, Any]]:
         unknown = {} if self.pair.connector == "ours" else NIXL_UNKNOWN

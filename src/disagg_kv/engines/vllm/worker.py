@@ -125,6 +125,7 @@ class WorkerSide:
         self._closing: dict[RoomId, Delivery | Reception] = {}
         self._unopened: set[str] = set()
         self._results = Results()
+        self._owed = False
         self._step: ForwardPass | None = None
         self._idle = False
         self._computing: dict[str, Chunk] = {}
@@ -193,13 +194,14 @@ class WorkerSide:
         """What happened since the last call. ``ended``: requests that vLLM has ended since then.
 
         vLLM steps without a pause while transfers run. A step that computes nothing lends its thread to an endpoint
-        here. It goes on as soon as a transfer has ended.
+        here. It goes on as soon as a transfer has ended. Under async scheduling vLLM takes in the tokens and reports of
+        a step only once the next one is over, so that one does not wait.
 
         Raises:
             EndpointBrokenError: an endpoint has failed as a whole. A peer may still read or write pages of its rooms,
                 so vLLM must not use them again: the rank has to end.
         """
-        if self._idle and (self._outgoing or self._incoming or self._closing):
+        if self._idle and not self._owed and (self._outgoing or self._incoming or self._closing):
             self._wait()
         for name in ended & self._outgoing.keys():
             self._outgoing[name].ended = True
@@ -223,6 +225,7 @@ class WorkerSide:
             if handle.released:
                 del self._closing[room]
         results, self._results = self._results, Results()
+        self._owed = not self._idle or bool(results.received)
         return results
 
     def _wait(self) -> None:

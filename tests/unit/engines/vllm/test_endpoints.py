@@ -138,6 +138,34 @@ def test_a_step_that_computes_nothing_reports_the_load_that_ends_in_it(
     assert d.worker.results(set()).received == {"d"}
 
 
+def test_a_step_after_one_that_computed_or_reported_does_not_wait(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine takes in that outcome once this step is over; the one after it waits again."""
+    p, d = opened("P", {}, consumes=False), opened("D", {}, produces=False)
+    begin(p, d, (p.address,))
+    other = Load(Origin("later", Source("P", (p.address,))), 1, ((GroupId("group 0"), (10,), 0),), {}, b"tag")
+    d.worker.begin(StepWork(loads={"other": other}, idle=True))
+    waits: list[None] = []
+    once = d.worker._wait
+
+    def counted() -> None:
+        waits.append(None)
+        once()
+
+    def waited(idle: bool = True) -> int:
+        d.worker.begin(StepWork(idle=idle))
+        before = len(waits)
+        assert d.worker.results(set()) == Results()
+        return len(waits) - before
+
+    monkeypatch.setattr(d.worker, "_wait", counted)
+    wait(lambda: "d" in d.worker.results(set()).received, lambda: "the first load")
+    assert waits
+    assert [waited(), waited()] == [0, 1]
+    assert [waited(idle=False), waited(), waited()] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("channel", ["unix", "zmq"])
 def test_instances_find_each_other_by_the_address_in_the_request(opened: Open, channel: str, tmp_path: Path) -> None:
     listen = {"listen": str(tmp_path / "sockets")} if channel == "unix" else {}
