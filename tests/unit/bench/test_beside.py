@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines_gpu.beside import Run, arguments, document, shown
+from benchmarks.engines_gpu.beside import MODES, Run, arguments, document, shown
+from benchmarks.engines_gpu.engines import Live, RequestError, Sample
 
 FAKE = (sys.executable, "-m", "tests.support.fake_engine")
 
@@ -27,10 +28,11 @@ def run(folder: Path) -> dict[str, Any]:
 def test_turns_with_and_without_loads(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert (found["ok"], found["red"]) == (True, [])
-    assert len(found["alone_ms"]) == len(found["beside_ms"]) == len(found["loads"]) == 2
-    assert min(found["loads"]) >= 1
-    assert "| 3 requests |" in shown({**found, "alone_ms": [2.0, 4.0], "beside_ms": [3.0, 6.0]})
-    assert "**1.50 (1.50 to 1.50)**" in shown({**found, "alone_ms": [2.0, 4.0], "beside_ms": [3.0, 6.0]})
+    for kind in ("alone_ms", "beside_ms"):
+        assert {mode: len(of) for mode, of in found[kind].items()} == {mode.name: 2 for mode in MODES}
+    alone, beside = {"ours, at once": [2.0, 4.0]}, {"ours, at once": [3.0, 6.0]}
+    rows = shown({**found, "alone_ms": alone, "beside_ms": beside}).splitlines()
+    assert rows[-1] == "| ours, at once | 3.00 / 3.80 | 4.50 / 5.70 | **1.50 (1.50 to 1.50)** |"
 
 
 def test_a_request_that_fails_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +40,19 @@ def test_a_request_that_fails_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = run(tmp_path)
     assert not found["ok"]
     assert "ours-decode" in found["red"][0]
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_load_that_fails_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    """The first one makes contact; the second one is beside running requests."""
+    whole, asked = Live.ask, []
+
+    async def ask(live: Live, *given: Any) -> Sample:
+        asked.append(given)
+        if len(asked) == 2 + fails:
+            raise RequestError("as asked for")
+        return await whole(live, *given)
+
+    monkeypatch.setattr(Live, "ask", ask)
+    found = run(tmp_path)
+    assert (found["ok"], found["red"]) == (False, ["as asked for"])
