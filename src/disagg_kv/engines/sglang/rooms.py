@@ -16,7 +16,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,9 @@ from ..model import prompt_tag
 from ..opening import Opened
 from .bootstrap import Directory
 from .cache import SGLangPool
+
+if TYPE_CHECKING:
+    from .passes import Passes
 
 log = logging.getLogger("disagg_kv.sglang")
 
@@ -89,6 +93,8 @@ class Side:
         self.kept: dict[int | None, ReceiverRoom] = {}
         """Failed rooms whose pages SGLang keeps, by SGLang's numbers."""
         self._opened = opened
+        self.passes: Passes | None = None
+        """Of prefill: sends layers while others are computed; None: SGLang reports the rows after each pass."""
         self.turn = 0
         """Of SGLang's scheduler, about: each turn polls every request, and the first poll advances the endpoint."""
         self.directory = Directory()
@@ -326,6 +332,32 @@ class SenderRoom(Room):
         """Whether there is anything to send: the last chunk has the metadata row, even without pages."""
         return num_pages > 0 or last_chunk
 
+    @property
+    def id(self) -> RoomId:
+        """The room's."""
+        return room_of(self._number)
+
+    def upcoming(self, stop: int, pages: Callable[[int, int], I32]) -> tuple[int, list[PageTable]] | None:
+        """The rows up to ``stop`` that a forward pass will compute, checked; None: there are none to send, or not yet.
+
+        ``pages`` has those of the rows between two.
+        """
+        first = max(self._first, self._stop)
+        if self._pages is None or stop <= first or not self._sends:
+            return None
+        table = PageTable(KV, pages(first, stop), first)
+        assert self._handle is not None
+        self._attempt(partial(self._handle.check_chunk, stop, [table]))
+        return (stop, [table]) if self._error is None else None
+
+    def announced(self, stop: int) -> None:
+        """The rows up to ``stop`` are sent as their layers are computed; :meth:`send` need not send them again."""
+        self._stop = stop
+
+    @property
+    def _sends(self) -> bool:
+        return self._handle is not None and self._handle.phase not in (Phase.DONE, Phase.FAILED) and self._error is None
+
     def send(
         self, kv_indices: I32, state_indices: Sequence[Any] | None = None, num_kv_tokens: int | None = None
     ) -> None:
@@ -334,8 +366,9 @@ class SenderRoom(Room):
 
     def _send(self, pages: I32, tokens: int | None) -> None:
         handle, side = self._handle, self._side
-        if handle is None or handle.phase in (Phase.DONE, Phase.FAILED) or self._error is not None:
+        if not self._sends:
             return
+        assert handle is not None
         first = self._first + self._sent * side.page
         stop = first + (len(pages) * side.page if tokens is None else tokens)
         ready, self._early_send_wait_event = self._early_send_wait_event, None
@@ -343,7 +376,7 @@ class SenderRoom(Room):
             ready = side.mark()
         if stop > self._stop:
             handle.send_chunk(stop, [PageTable(KV, pages, first)], ready)
-        self._sent, self._stop = self._sent + len(pages), stop
+        self._sent, self._stop = self._sent + len(pages), max(stop, self._stop)
         if self._sent == self._pages:
             handle.finish(stop, aux=self._aux, ready=ready)
 
