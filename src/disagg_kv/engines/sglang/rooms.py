@@ -223,7 +223,10 @@ class Room:
         if phase is Phase.DONE and released and self._error is None:
             if not self._told:
                 report = self._handle.report
-                log.info("room %s is %s: %s bytes over %s", self._number, self._ended, report.nbytes, report.path)
+                groups = f" in {report.groups} groups of layers: {report.schedule}" if report.groups > 1 else ""
+                log.info(
+                    "room %s is %s: %s bytes over %s%s", self._number, self._ended, report.nbytes, report.path, groups
+                )
                 self._told = True
             return Poll.SUCCESS
         if phase not in (Phase.DONE, Phase.FAILED):
