@@ -331,7 +331,7 @@ def look_twice() -> None:
 
     from disagg_kv.engines.sglang.bootstrap import _Place
     from disagg_kv.engines.sglang.plugin import DisaggKVManager
-    from disagg_kv.engines.sglang.rooms import Side
+    from disagg_kv.engines.sglang.side import Side
     from disagg_kv.rendezvous import Source
 
     source, left = Source("sglang prefill", ("unix:///a",)), [SimpleNamespace(instance="sglang prefill", state="idle")]

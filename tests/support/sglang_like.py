@@ -24,7 +24,8 @@ from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.sglang.bootstrap import _Place
 from disagg_kv.engines.sglang.cache import Buffers, pool_of
 from disagg_kv.engines.sglang.passes import Passes
-from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
+from disagg_kv.engines.sglang.side import Side
 from disagg_kv.memory import Event
 from disagg_kv.rendezvous import RequestRendezvous, Source
 from disagg_kv.strategies import Schedule

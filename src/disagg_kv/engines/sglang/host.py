@@ -25,7 +25,7 @@ from .cache import Buffers, SGLangPool, common_pool_of, pool_of
 from .options import SGLangOptions
 from .passes import Passes
 from .quantized import Scales
-from .rooms import Side
+from .side import Side
 
 DTYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "float16": "float16", "float32": "float32",

@@ -8,7 +8,6 @@ attention that SGLang captures in a graph, all layers are final at the end of th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,8 +15,6 @@ from ...endpoints import ForwardPass, PrefillEndpoint
 from ...errors import DisaggKVError, LocalProtocolError
 from ...memory import Mark
 from .rooms import I32, SenderRoom
-
-log = logging.getLogger("disagg_kv.sglang")
 
 Chunk = tuple[SenderRoom, int, Callable[[int, int], I32]]
 """A request's room, one past its last row of the pass, and the pages of its rows between two."""
@@ -92,7 +89,5 @@ class Passes:
     def _fail(self, error: DisaggKVError) -> None:
         """The rows of this pass cannot be sent: its requests fail."""
         rooms, self._rooms, self._step, self._layer = self._rooms, [], None, None
-        if rooms:
-            log.error("a forward pass of %s requests cannot be sent: %s", len(rooms), error)
         for room in rooms:
             room.refuse(error)
