@@ -32,17 +32,16 @@ def groups(p: Prefill, room: SenderRoom) -> int:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("tps", [(1, 1), (1, 2), (2, 1), (4, 1)])
-@pytest.mark.parametrize("pages", [(1, 1), (4, 1), (1, 4)])
-@pytest.mark.parametrize("budget", [7, 1 << 20])
+@pytest.mark.parametrize("tps", [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("pages", "budget"), [((1, 1), 1 << 20), ((4, 1), 3), ((1, 4), 7)])
 def test_rows_and_metadata_arrive_once(
     pair: Pair, tps: tuple[int, int], pages: tuple[int, int], budget: int, overlap: bool
 ) -> None:
-    """In any chunks, which end within pages with a budget of 7 tokens; each layer is a group of its own."""
+    """In any chunks, which end within pages with a budget of 3 tokens; each layer is a group of its own."""
     sizes = [{"page": page, "pages": 160 // page} for page in pages]
     p, d = pair(tps, prefill={**sizes[0], **EACH, "budget": budget, "overlap": overlap}, decode=sizes[1], verify="full")
     free = len(p.free), len(d.free)
-    for room, length in enumerate((1, 4, 5, 30), 1):
+    for room, length in enumerate((1, 5, 30), 1):
         request = p.add(room, prompt(length))
         d.add(room, prompt(length))
         wait(lambda room=room: settled(p, d, room), lambda: f"{p.ended} {d.ended}")  # type: ignore[misc]
@@ -107,7 +106,7 @@ def test_requests_of_one_pass(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, WAITS], ids=["staged", "mapped"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_aborts(pair: Pair, seed: int, given: dict[str, Any]) -> None:
     """Rows that arrive are right, and no page is lost, whatever is aborted when."""
     draw = random.Random(seed)
