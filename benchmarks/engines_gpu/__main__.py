@@ -30,7 +30,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from . import sglang
-from .cases import BLOCKS, CACHE_TOKENS, SOURCE, TOPOLOGIES, engine_args, modes_of, pairs_of, specs
+from .cases import BLOCKS, CACHE_TOKENS, LENGTHS, SOURCE, TOPOLOGIES, engine_args, modes_of, pairs_of, specs
 from .measure import Plan, Run, results
 from .model import Shape
 from .plot import plot
@@ -86,6 +86,7 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
         limit_s=given.limit_s,
         reps=given.reps,
         rounds=given.rounds,
+        lengths=given.lengths,
     )
     if given.engine == "sglang":
         alone, (prefill, decode) = f"{sglang.ALONE}, at once", given.topology.split("to")
@@ -126,6 +127,10 @@ def settings(engine: str) -> Mapping[str, Any]:
     return {"model": Shape().config(), "cache_tokens": CACHE_TOKENS, "args": args}
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,6 +146,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--reps", type=int, default=10, help="at most, of each prompt length")
     run.add_argument("--rounds", type=int, default=2, help="at most, of each load")
     run.add_argument("--pairs", help="names with commas; all that can run")
+    run.add_argument("--lengths", type=_numbers, default=LENGTHS, help="tokens of prompts that are alone, with commas")
     run.add_argument("--other", type=Path, help=f"another source tree like {SOURCE.name}: the pair 'other'")
     run.add_argument("--logs", type=Path, help="folder of the instances' logs; by itself in --out")
     run.add_argument("--commit", help="of this checkout, where git cannot say")

@@ -4,6 +4,9 @@
 * ``nixl``: NIXL with UCX, SGLang's defaults: a descriptor for each page and layer, or, where tensor-parallel sizes
   differ, for each row of a page.
 * ``mooncake``: Mooncake 0.3.14 over NVLink inside a host (``MC_INTRANODE_NVLINK``), as SGLang documents it.
+* ``layered``: the defaults, but with layers that are sent while others are computed.
+* ``wire``: the defaults over an emulated wire of 25 GB/s, of ``slow_wire.py``; ``tcp``: over NIXL and TCP.
+* ``wire-layered``, ``tcp-layered``: the same as ``layered``. Of these five, a run has those that ``--pairs`` names.
 * ``-staging``: ``SGLANG_DISAGG_STAGING_BUFFER``, which SGLang uses where tensor-parallel sizes differ.
 * ``alone``: an instance with prefill's GPUs that transfers nothing. What a pair's time to the first token is above
   this one's is its gap, since SGLang's prefill answers only after its transfer.
@@ -11,13 +14,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 
-from .cases import CACHE_TOKENS, SOURCE, Order, Pair, Spec, places, shared_environment
+from .cases import CACHE_TOKENS, ROOT, SOURCE, Order, Pair, Spec, places, shared_environment
 
 PAGES = (1, 16, 64)
 FIRST_PORT = 21_000
@@ -26,6 +31,8 @@ STEP = 1_500
 
 _STAGING = {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
 _MOONCAKE = {"MC_INTRANODE_NVLINK": "1", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"}
+_TCP = {"UCX_TLS": "tcp,cuda_copy"}
+_LAYERED = {"strategy": "auto+layer_pipelined"}
 _ORDER: Sequence[Order] = ("at once",)
 
 ALONE = "alone"
@@ -38,10 +45,18 @@ PAIRS: Mapping[str, Pair] = {
         Pair("mooncake", "mooncake", _ORDER, env=_MOONCAKE, engine="sglang"),
         Pair("mooncake-staging", "mooncake", _ORDER, env={**_MOONCAKE, **_STAGING}, engine="sglang"),
         Pair(ALONE, "none", _ORDER, engine="sglang"),
+        Pair("layered", "ours", _ORDER, _LAYERED, engine="sglang"),
+        Pair("wire", "ours", _ORDER, {"transport": "wire"}, engine="sglang"),
+        Pair("wire-layered", "ours", _ORDER, {"transport": "wire", **_LAYERED}, engine="sglang"),
+        Pair("tcp", "ours", _ORDER, {"transport": "nixl"}, _TCP, engine="sglang"),
+        Pair("tcp-layered", "ours", _ORDER, {"transport": "nixl", **_LAYERED}, _TCP, engine="sglang"),
         Pair("other", "ours", _ORDER, engine="sglang"),
     )
 }
 """By name; ``other`` is another source tree of this library."""
+
+ASKED = ("layered", "wire", "wire-layered", "tcp", "tcp-layered", "other")
+"""Pairs that no run has unless they are asked for."""
 
 ORACLE = "nixl, at once"
 
@@ -54,7 +69,8 @@ def pairs_of(topology: str, names: Sequence[str] = (), other: Path | None = None
     """
     sizes = topology.split("to")
     can = [name for name, pair in PAIRS.items() if not (sizes[0] == sizes[1] and "staging" in pair.name)]
-    chosen = list(names) or [name for name in can if name != "other" or other is not None]
+    given = [] if other is None else ["other"]
+    chosen = list(names) or [name for name in can if name not in ASKED] + given
     if unknown := [name for name in chosen if name not in can]:
         raise ValueError(f"{topology} has no pairs {', '.join(unknown)}: there are {', '.join(can)}")
     if ("other" in chosen) != (other is not None):
@@ -90,6 +106,8 @@ def engine_args(page: int, tp: int) -> dict[str, Any]:
 
 def environment(gpus: Sequence[int], source: Path) -> dict[str, str]:
     """What an instance's process gets beside this process's environment."""
+    shared = shared_environment(gpus, source)
+    paths = [shared["PYTHONPATH"], str(ROOT), str(Path(__file__).with_name("wire"))]
     return {
         "SGLANG_HOST_IP": "127.0.0.1",
         "HOST_IP": "127.0.0.1",
@@ -97,7 +115,8 @@ def environment(gpus: Sequence[int], source: Path) -> dict[str, str]:
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
-        **shared_environment(gpus, source),
+        **shared,
+        "PYTHONPATH": os.pathsep.join(paths),
     }
 
 
@@ -121,6 +140,8 @@ def specs(
                     "disaggregation_bootstrap_port": bootstrap,
                 }
             config = {"model": str(model), "args": args, "bootstrap_port": bootstrap}
-            both.append(Spec(f"{pair.name}-{role}", config, {**environment(place, pair.source), **pair.env}))
+            options = {"DISAGG_KV_SGLANG": json.dumps(dict(pair.options))} if pair.options else {}
+            env = {**environment(place, pair.source), **options, **pair.env}
+            both.append(Spec(f"{pair.name}-{role}", config, env))
         made[pair.name] = tuple(both[:1] if pair.connector == "none" else both)
     return made

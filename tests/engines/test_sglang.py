@@ -180,6 +180,54 @@ def test_prefill_copies_into_decodes_pages(
     assert decode.logged("over mapped")
 
 
+LAYERED = {"SGLANG_CPU_LAYERS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "path"), [(1, 1, "staged"), (1, 2, "staged"), (2, 1, "mapped"), (2, 1, "staged")]
+)
+def test_layers_are_sent_while_others_are_computed(
+    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, path: str
+) -> None:
+    """In one chunk and in several; without the rows that decode holds, and with those of prefill's radix cache.
+
+    When SGLang reports the rows of a pass, most of its bytes have been sent.
+    """
+    environment = LAYERED | ({"SGLANG_CPU_SHARED": "1"} if path == "mapped" else {})
+    options = {"verify": "full"}
+    prefill, decode = pair(
+        servers,
+        {
+            "tp_size": prefill_tp, "page_size": 16, "chunked_prefill_size": 256, "environment": environment,
+            "options": {**options, "strategy": "auto+each_layer"},
+        },
+        {
+            "tp_size": decode_tp, "options": options, "disaggregation_decode_enable_radix_cache": True,
+            "environment": environment,
+        },
+    )  # fmt: skip
+    turns = [prompt(150), prompt(400)]
+    for room in range(1, 7):
+        tokens = turns[room - 1]
+        first, answer = serve(prefill, decode, room, tokens, COUNT)
+        assert answer.get("output_ids") == tokens_of(tokens), (room, first, answer)
+        turns.append([*tokens, *answer["output_ids"], *prompt(40, seed=room)])
+    all_free(prefill, decode)
+    early = early_bytes(prefill)
+    rank = ROW_BYTES // prefill_tp
+    # All layers but the last two, of which the one is announced when the pass ends, and the other may be on its way.
+    assert early[1] >= 150 * rank // 2, early
+    assert early[2] >= (256 + 144 // 2) * rank, early
+    assert all(early[room] for room in range(1, 7)), early
+    assert prefill.logged(f"over {path}")
+
+
+def early_bytes(server: Server) -> dict[int, int]:
+    """Bytes of each room that a rank had sent when SGLang reported the last rows."""
+    found = re.findall(r"room (\d+): (\d+) bytes were sent early", server.log.read_text())
+    return {int(room): int(nbytes) for room, nbytes in found}
+
+
 @pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 1), (1, 2)])
 def test_data_parallel_ranks(servers: Start, tokens_of: TokensOf, of_prefill: int, of_decode: int) -> None:
     """Each request has one of prefill's data-parallel ranks, by its room, and any of decode's."""
@@ -283,7 +331,7 @@ def look_twice() -> None:
 
     from disagg_kv.engines.sglang.bootstrap import _Place
     from disagg_kv.engines.sglang.plugin import DisaggKVManager
-    from disagg_kv.engines.sglang.rooms import Side
+    from disagg_kv.engines.sglang.side import Side
     from disagg_kv.rendezvous import Source
 
     source, left = Source("sglang prefill", ("unix:///a",)), [SimpleNamespace(instance="sglang prefill", state="idle")]

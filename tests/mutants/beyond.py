@@ -103,7 +103,7 @@ BEYOND: Sequence[tuple[Mutant, Callable[[], object]]] = (
             "engines.sglang.options:SGLangOptions.names", "chosen.path == AUTO and not exposes", "False"),
      partial(sglang_options.no_pages_are_exposed, "auto")),
     (Mutant("pages of a failed request are used again while a peer may write to them",
-            "engines.sglang.rooms:Side.free", "room is None or not room.exposed", "True"),
+            "engines.sglang.side:Side.free", "room is None or not room.exposed", "True"),
      sglang_rooms.test_a_failed_room_keeps_its_pages_until_nothing_writes_to_them),
     (Mutant("pages are exposed although a rank has not said that it mapped them",
             "endpoints.decode.path_choice:PendingExpectations._choose", "UNSAID if", "\"\" if"),

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,12 @@ from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.sglang.bootstrap import _Place
 from disagg_kv.engines.sglang.cache import Buffers, pool_of
-from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.engines.sglang.passes import Passes
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
+from disagg_kv.engines.sglang.side import Side
 from disagg_kv.memory import Event
 from disagg_kv.rendezvous import RequestRendezvous, Source
+from disagg_kv.strategies import Schedule
 from disagg_kv.transports import transport
 
 I32 = npt.NDArray[np.int32]
@@ -55,6 +60,8 @@ class Request:
     sent: int = 0
     row: int = -1
     ready: bool = False
+    results: int = 0
+    gone: bool = False
 
 
 class Server:
@@ -64,6 +71,7 @@ class Server:
         self, hub: Hub, name: str, *, prefill: bool, tp: int = 1, heads: int = 4, page: int = 4, pages: int = 40,
         latent: bool = False, budget: int = 1 << 20, strategy: str = "staged+incremental", verify: Verify = "off",
         options: Options | None = None, model: bytes = b"model", defers: bool = False,
+        schedule: Schedule | None = None,
     ) -> None:  # fmt: skip
         self.name, self.tp, self.page, self.budget = name, tp, page, budget
         self.local = 1 if latent else max(1, heads // tp)
@@ -93,7 +101,7 @@ class Server:
                 "options": options,
             }  # fmt: skip
             endpoint = (
-                PrefillEndpoint(pool, slot_bytes=BYTES // 8, **common)
+                PrefillEndpoint(pool, slot_bytes=BYTES // 8, schedule=schedule, **common)
                 if prefill
                 else DecodeEndpoint(pool, ring_bytes=BYTES, **common)
             )
@@ -195,14 +203,25 @@ def described(arrays: Sequence[npt.NDArray[Any]], item: int = 0) -> Buffers:
 
 
 class Prefill(Server):
-    """A prefill server: bootstrap queue, waiting queue, inflight queue."""
+    """A prefill server: bootstrap queue, waiting queue, inflight queue.
 
-    def __init__(self, hub: Hub, name: str = "P", **given: Any) -> None:
+    Args:
+        overlap: a pass is run before the results of the last one are processed.
+        schedule: layers are sent while others are computed, by this schedule; None: rows are sent after each pass.
+    """
+
+    def __init__(self, hub: Hub, name: str = "P", *, overlap: bool = False, **given: Any) -> None:
         super().__init__(hub, name, prefill=True, **given)
         self.compares = True
+        self.overlap = overlap
+        self.passes: list[Passes] = []
+        if given.get("schedule") is not None:
+            self.passes = [Passes(side.endpoint) for side in self.sides if isinstance(side.endpoint, PrefillEndpoint)]
         self.bootstrap: list[Request] = []
         self.waiting: list[Request] = []
         self.inflight: list[Request] = []
+        self.results: list[tuple[Request, int, bool]] = []
+        self.before_layer: Callable[[int], None] = lambda layer: None
 
     def add(self, room: int, tokens: Sequence[int], computed: int = 0) -> Request:
         """A request; ``computed`` leading tokens are in the radix cache of this server."""
@@ -212,7 +231,7 @@ class Prefill(Server):
         return request
 
     def step(self) -> None:
-        """One turn of ``event_loop_normal_disagg_prefill``."""
+        """One turn of ``event_loop_normal_disagg_prefill``, or of ``event_loop_overlap_disagg_prefill``."""
         for request in list(self.bootstrap):
             state = self.state(request)
             assert state in (Poll.FAILED, Poll.BOOTSTRAPPING, Poll.WAITING_FOR_INPUT), state
@@ -221,8 +240,12 @@ class Prefill(Server):
                 self.fail(request)
             elif state is Poll.WAITING_FOR_INPUT and self.rows:
                 self._finalize(request)
-        for request in list(self.waiting):
-            self._compute(request)
+        batch = [one for one in self.waiting if self.allocate(one, len(one.tokens))]
+        results, self.results = self.results, self._run(batch) if batch else []
+        if not self.overlap:
+            results, self.results = self.results, []
+        for request, stop, last in results:
+            self._process(request, stop, last=last)
         for request in list(self.inflight):
             state = self.state(request)
             assert state is not Poll.BOOTSTRAPPING
@@ -247,26 +270,61 @@ class Prefill(Server):
         self.bootstrap.remove(request)
         self.waiting.append(request)
 
-    def _compute(self, request: Request) -> None:
-        if not self.allocate(request, len(request.tokens)):
+    def _run(self, batch: Sequence[Request]) -> list[tuple[Request, int, bool]]:
+        """``run_batch``: of each request the row at which the pass ends, and whether it is the last one."""
+        made: list[tuple[Request, int, bool]] = []
+        spans: list[tuple[Request, int, int]] = []
+        for request in batch:
+            if request.computed and not request.results:
+                for layer in range(LAYERS):
+                    self._write(request, layer, 0, request.computed)
+                self.send(request, request.computed // self.page * self.page, last=False)
+            stop = min(request.computed + self.budget, len(request.tokens))
+            spans.append((request, request.computed, stop))
+            request.computed, request.results = stop, request.results + 1
+            made.append((request, stop, stop == len(request.tokens)))
+        with ExitStack() as ends:
+            for rank, passes in enumerate(self.passes):
+                chunks = [
+                    (one.rooms[rank], stop if last else stop // self.page * self.page, partial(self.indices, one))
+                    for one, stop, last in made
+                ]
+                ends.enter_context(passes.computing(chunks, None))
+            for layer in range(LAYERS):
+                for passes in self.passes:
+                    passes.layer_begins(layer)
+                self.before_layer(layer)
+                for request, start, stop in spans:
+                    self._write(request, layer, start, stop)
+        for request, _, last in made:
+            if last:
+                self.waiting.remove(request)
+        return made
+
+    def _process(self, request: Request, stop: int, *, last: bool) -> None:
+        """``process_batch_result_disagg_prefill``: what was aborted meanwhile ends with its last result."""
+        request.results -= 1
+        if request.gone:
+            if not request.results:
+                self._drop(request)
             return
-        if request.computed:
-            self._write(request, 0, request.computed)
-        stop = min(request.computed + self.budget, len(request.tokens))
-        self._write(request, request.computed, stop)
-        request.computed = stop
-        last = stop == len(request.tokens)
         if last:
             for rows in self.metadata:
                 rows["token"][request.row, 0] = sum(request.tokens) % 1000
                 rows["room"][request.row, 0] = request.name
-            self.waiting.remove(request)
             self.inflight.append(request)
         self.send(request, stop, last=last)
 
-    def _write(self, request: Request, start: int, stop: int) -> None:
-        for array, where, rows in self.each(request, start, stop):
-            array[where] = rows
+    def _write(self, request: Request, layer: int, start: int, stop: int) -> None:
+        for number, (array, where, rows) in enumerate(self.each(request, start, stop)):
+            if number % LAYERS == layer:
+                array[where] = rows
+
+    def _drop(self, request: Request) -> None:
+        for room in request.rooms:
+            room.abort()
+        self.give_back(request)
+        self.ended[request.name] = "aborted"
 
     def send(self, request: Request, stop: int, *, last: bool) -> None:
         """``send_kv_chunk``."""
@@ -281,15 +339,19 @@ class Prefill(Server):
         request.sent = stop
 
     def abort(self, name: int) -> None:
-        """``abort_request``: pages of a waiting request are freed at once."""
+        """``abort_request``: pages of a waiting request are freed at once, those of a pass after its result."""
+        for request in {id(one): one for one, _, _ in self.results if one.name == name}.values():
+            request.gone = True
+            self.waiting = [one for one in self.waiting if one is not request]
+            return
         for queue in (self.bootstrap, self.waiting, self.inflight):
             for request in [one for one in queue if one.name == name]:
-                for room in request.rooms:
-                    room.abort()
                 if queue is self.waiting:
                     queue.remove(request)
-                    self.give_back(request)
-                    self.ended[name] = "aborted"
+                    self._drop(request)
+                    continue
+                for room in request.rooms:
+                    room.abort()
 
 
 class Decode(Server):

@@ -52,6 +52,8 @@ def install() -> None:
         share_caches()
     if os.environ.get("SGLANG_CPU_LATENTS"):
         attend_to_latents()
+    if os.environ.get("SGLANG_CPU_LAYERS"):
+        send_each_layer()
 
 
 def share_caches() -> None:
@@ -96,6 +98,34 @@ def attend_to_latents() -> None:
     )
 
     AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
+
+
+def send_each_layer() -> None:
+    """A schedule ``each_layer``; layers that take long; and a line for what was sent before SGLang reported rows."""
+    import logging
+
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    from disagg_kv.engines.sglang.rooms import SenderRoom
+    from disagg_kv.strategies import LayerPipelined, register
+
+    class EachLayer:
+        name = "each_layer"
+        groups = LayerPipelined(fixed=1).groups
+
+    register(EachLayer())
+    attend, send = TorchNativeAttnBackend.forward_extend, SenderRoom.send
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.03)
+        return attend(*args, **kwargs)
+
+    def told(self: SenderRoom, *args: Any, **kwargs: Any) -> None:
+        logging.getLogger("disagg_kv").info("room %s: %s bytes were sent early", self._number, self.report.nbytes)
+        send(self, *args, **kwargs)
+
+    TorchNativeAttnBackend.forward_extend = slowly
+    SenderRoom.send = told  # type: ignore[method-assign]
 
 
 def swap_heads() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from benchmarks.engines_gpu import __main__ as cli
-from benchmarks.engines_gpu import engines, measure, sglang, sglang_tables
+from benchmarks.engines_gpu import engines, measure, sglang, sglang_tables, slow_wire
 from benchmarks.engines_gpu.cases import (
     BLOCKS,
     CACHE_TOKENS,
+    LENGTHS,
     LOAD_TOKENS,
     LOADS,
     PAIRS,
@@ -35,6 +37,7 @@ from benchmarks.engines_gpu.figures import quantile, ratio
 from benchmarks.engines_gpu.measure import turns
 from benchmarks.engines_gpu.plot import plot
 from benchmarks.engines_gpu.tables import headline, merged, whole
+from disagg_kv.transports import transport
 from tests.support import fake_engine
 from tests.support.pages import ROOT
 
@@ -346,6 +349,32 @@ def test_sglangs_staging_buffer_is_a_peer_where_sizes_differ(tmp_path: Path) -> 
         sglang.pairs_of("1to1", ["nixl-staging"])
     with pytest.raises(ValueError, match="go together"):
         sglang.pairs_of("1to1", ["other"])
+
+
+def test_pairs_of_sglang_over_a_slow_wire_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each instance has the options of its pair, and finds the transport by its name."""
+    assert not {pair.name for pair in sglang.pairs_of("1to1")} & set(sglang.ASKED)
+    names = [name for name in sglang.ASKED if name != "other"]
+    made = sglang.specs(sglang.pairs_of("1to1", names), "1to1", 16, 2, Path("model"))
+    options = {name: {spec.env["DISAGG_KV_SGLANG"] for spec in specs_of} for name, specs_of in made.items()}
+    layers = {"strategy": "auto+layer_pipelined"}
+    assert {name: [json.loads(one) for one in several] for name, several in options.items()} == {
+        "layered": [layers],
+        "wire": [{"transport": "wire"}],
+        "wire-layered": [{"transport": "wire", **layers}],
+        "tcp": [{"transport": "nixl"}],
+        "tcp-layered": [{"transport": "nixl", **layers}],
+    }
+    for path in made["wire"][0].env["PYTHONPATH"].split(os.pathsep):
+        monkeypatch.syspath_prepend(path)
+    found = transport("wire")
+    assert found.caps.bytes_per_s == slow_wire.BYTES_PER_S
+    found.close(0.0)
+
+
+def test_lengths_may_be_given(tmp_path: Path) -> None:
+    assert arguments(tmp_path, "--lengths", "1024,4096").lengths == (1024, 4096)
+    assert tuple(arguments(tmp_path).lengths) == LENGTHS
 
 
 def test_instances_of_sglang_share_no_port_and_both_of_a_pair_know_the_bootstrap_server() -> None:

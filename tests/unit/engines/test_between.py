@@ -19,7 +19,8 @@ from disagg_kv.engines.common import CommonCache, common_cache
 from disagg_kv.engines.model import prompt_tag
 from disagg_kv.engines.sglang import cache as sglang
 from disagg_kv.engines.sglang.bootstrap import _Place
-from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
+from disagg_kv.engines.sglang.side import Side
 from disagg_kv.engines.vllm import cache as vllm
 from disagg_kv.engines.vllm.params import Origin
 from disagg_kv.engines.vllm.work import Chunk, Load, StepWork

@@ -9,6 +9,8 @@ The parts, none of which imports SGLang but the first:
 
 * ``plugin``: SGLang's classes, a few lines each.
 * ``rooms``: a request on a prefill rank and on a decode rank, as SGLang's scheduler drives it.
+* ``passes``: layers that are sent while others are computed.
+* ``side``: what the requests of a rank have in common.
 * ``cache``: SGLang's KV buffers and metadata rows as a pool.
 * ``bootstrap``: where decode finds a prefill instance.
 * ``host``: what is read of SGLang's server, and what is refused.

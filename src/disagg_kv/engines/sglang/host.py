@@ -23,8 +23,9 @@ from ..opening import agreed, open_endpoints, queued_work
 from .bootstrap import register
 from .cache import Buffers, SGLangPool, common_pool_of, pool_of
 from .options import SGLangOptions
+from .passes import Passes
 from .quantized import Scales
-from .rooms import Side
+from .side import Side
 
 DTYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "float16": "float16", "float32": "float32",
@@ -147,6 +148,7 @@ REASONS: Mapping[str, str] = {
     "vectorized cache layout": "the bytes of a head are not in one piece",
     "load balancing of data-parallel ranks": "decode finds the rank of a request by follow_bootstrap_room alone",
     "data-parallel attention": "SGLang does not run it on CPUs, so no test has compared its tokens",
+    "two-batch overlap with a strategy that sends layers": "each layer is computed in two parts",
     "data-parallel ranks on several nodes": "the bootstrap server takes descriptions from its own host alone",
     "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": "the bootstrap server has none",
 }
@@ -220,6 +222,8 @@ def open_side(
     rows = made[0] if facts.common is not None and not produces else None
     mark, defers = None if opened.on_cpu else queued_work, facts.defers and not produces
     side = Side(endpoint, args.page_size, mark, opened, rows, defers)
+    if options.layered and isinstance(endpoint, PrefillEndpoint):
+        side.passes = Passes(endpoint)
     return side, Source(instance, opened.addresses)
 
 

@@ -24,6 +24,7 @@ NAMES: Mapping[str, Sequence[str]] = {
         "ServerArgs.enable_pd_role_switch",
         "ServerArgs.disaggregation_decode_allocation_policy", "ServerArgs.json_model_override_args",
         "ServerArgs.revision", "ServerArgs.enable_memory_saver", "ServerArgs.allow_auto_truncate",
+        "ServerArgs.enable_two_batch_overlap",
     ),
     "sglang.srt.disaggregation.utils": (
         "TransferBackend", "KVClassType.MANAGER", "KVClassType.SENDER", "KVClassType.RECEIVER",
@@ -41,6 +42,7 @@ NAMES: Mapping[str, Sequence[str]] = {
         "KVArgs.num_draft_entries", "KVArgs.kv_layout", "KVArgs.kv_cache_dtype_str",
     ),
     "sglang.srt.configs.model_config": ("ModelConfig.from_server_args", "ModelConfig.get_total_num_kv_heads"),
+    "sglang.srt.mem_cache.common": ("kv_to_page_indices",),
     "sglang.srt.runtime_context": ("get_parallel", "get_disagg"),
 }  # fmt: skip
 """Attributes, and attributes of those, by module. A field that a class only annotates counts."""
@@ -48,7 +50,7 @@ NAMES: Mapping[str, Sequence[str]] = {
 WORDS: Mapping[str, Sequence[str]] = {
     "sglang.srt.disaggregation.prefill": (
         "_early_send_wait_event", "pop_decode_prefix_len", "should_send_kv_chunk", "failure_exception",
-        "create_sender",
+        "create_sender", "maybe_send_cached_prefix_chunk", "translate_kv_indices_for_transfer", "extend_end",
     ),
     "sglang.srt.disaggregation.decode": (
         "transfer_queue", "deferred_kv_release_timeout", "enable_deferred_decode_kv_release", "abort_notified",
@@ -59,10 +61,13 @@ WORDS: Mapping[str, Sequence[str]] = {
     "sglang.srt.disaggregation.utils": ("output_ids", "bootstrap_room"),
     "sglang.srt.managers.schedule_batch": (
         "return_logprob", "return_hidden_states", "return_sampling_mask", "multimodal_inputs", "input_embeds",
-        "origin_input_ids",
+        "origin_input_ids", "disagg_kv_sender", "req_pool_idx", "forward_mode",
     ),
+    "sglang.srt.layers.attention.base_attn_backend": ("AttentionBackend", "forward", "layer"),
     "sglang.srt.sampling.sampling_params": ("custom_params",),
-    "sglang.srt.managers.scheduler": ("forward_stream", "enable_overlap"),
+    "sglang.srt.managers.scheduler": (
+        "forward_stream", "enable_overlap", "run_batch", "req_to_token_pool", "token_to_kv_pool_allocator",
+    ),
     "sglang.srt.runtime_context": (
         "attn_tp_size", "attn_tp_rank", "attn_tp_group", "attn_dp_size", "dp_size", "dp_rank",
         "pp_size", "attn_cp_size",

@@ -9,7 +9,7 @@ import attrs
 from attrs import frozen
 
 from ...errors import ConfigurationError
-from ...strategies import AUTO, PER_CHUNK, exposes_pages, paths, strategy
+from ...strategies import AUTO, exposes_pages, paths, strategy
 from ..opening import selecting
 from ..options import EngineOptions
 
@@ -35,11 +35,6 @@ class SGLangOptions(EngineOptions):
             raise ConfigurationError(
                 f"strategy {self.strategy!r}: with path {chosen.path!r} a network reads pages of prefill, and its "
                 "scheduler would wait for a peer that is silent; take 'staged'"
-            )
-        if chosen.schedule.name != PER_CHUNK:
-            raise ConfigurationError(
-                f"strategy {self.strategy!r}: SGLang reports rows once all layers are computed, so the schedule "
-                f"{chosen.schedule.name!r} is not supported"
             )
 
     @classmethod

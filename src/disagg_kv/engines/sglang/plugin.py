@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers, TransferBackend
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
@@ -35,6 +36,7 @@ from ..opening import queued_work
 from .bootstrap import BootstrapServer
 from .host import ServerFacts, announce, cache_dtype, common_of, first_token, open_side, prompt_of, refuse
 from .options import SGLangOptions
+from .passes import Chunk, Passes
 from .quantized import scales_of
 from .rooms import ReceiverRoom, SenderRoom
 
@@ -46,6 +48,9 @@ NEW_MANAGER = (
 )
 NEW_SENDER = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 NEW_RECEIVER = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
+"""Of most backends; what SGLang captures in a graph comes here too, unless the graph has the attention itself."""
 
 
 _runner: ContextVar[Any] = ContextVar("runner")
@@ -95,7 +100,10 @@ class DisaggKVManager(BaseKVManager):
             self.register_to_bootstrap()
         if not produces:
             HookRegistry.register(NEW_RECEIVER, _new_receiver, HookType.AROUND)
-            HookRegistry.apply_hooks()
+        elif self.side.passes is not None:
+            HookRegistry.register(RUN_BATCH, partial(_with_layers, self.side.passes), HookType.AROUND)
+            HookRegistry.register(ATTENTION, partial(_with_layer, self.side.passes), HookType.AROUND)
+        HookRegistry.apply_hooks()
 
     def register_to_bootstrap(self) -> None:
         """Describe this instance to its bootstrap server."""
@@ -127,6 +135,8 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
     """The options, and what the plug-in has to know of the server; raises what it refuses."""
     parallel, disagg, (number, count) = get_parallel(), get_disagg(), _data_parallel()
     follows = parallel.load_balance_method == "follow_bootstrap_room"
+    options = SGLangOptions.from_environment(os.environ).of_instance(number, parallel.attn_tp_size)
+    layers = produces and options.layered
     refuse(
         args,
         {
@@ -144,13 +154,13 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
             "vectorized cache layout": os.environ.get("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd") != "nhd",
             "load balancing of data-parallel ranks": produces and count > 1 and not follows,
             "data-parallel attention": parallel.attn_dp_size > 1,
+            "two-batch overlap with a strategy that sends layers": layers and server_args.enable_two_batch_overlap,
             "data-parallel ranks on several nodes": produces and count > 1 and parallel.nnodes > 1,
             "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": (
                 envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
             ),
         },
     )
-    options = SGLangOptions.from_environment(os.environ).of_instance(number, parallel.attn_tp_size)
     model = ModelConfig.from_server_args(server_args)
     runner, plain = _runner.get(), str(model.dtype).removeprefix("torch.")
     dtype = cache_dtype(args.kv_cache_dtype_str, plain, str(runner.kv_cache_dtype).removeprefix("torch."))
@@ -233,6 +243,38 @@ def _new_receiver(original: Callable[..., Any], queue: Any, request: Any, *args:
         else:
             made.kv_receiver.asked(request.origin_input_ids, busy, first)
     return made
+
+
+def _with_layers(
+    passes: Passes, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **others: Any
+) -> Any:
+    """Around a forward pass of prefill, whose rows are announced before it."""
+    if not batch.forward_mode.is_extend():
+        return original(scheduler, batch, *args, **others)
+    chunks: list[Chunk] = []
+    for request in batch.reqs:
+        if isinstance(request.disagg_kv_sender, DisaggKVSender):
+            # Rows of the prefix cache need not wait for this pass. What SGLang sends then is what it sends below.
+            scheduler.maybe_send_cached_prefix_chunk(request)
+            length, page = len(request.origin_input_ids), scheduler.token_to_kv_pool_allocator.page_size
+            stop = length if request.extend_end >= length else request.extend_end // page * page
+            chunks.append((request.disagg_kv_sender, stop, partial(_pages, scheduler, request)))
+    stream = scheduler.forward_stream if scheduler.enable_overlap else None
+    with passes.computing(chunks, None if scheduler.device == "cpu" else partial(queued_work, stream)):
+        return original(scheduler, batch, *args, **others)
+
+
+def _pages(scheduler: Any, request: Any, first: int, stop: int) -> Any:
+    """The pages of rows between two, as SGLang gives them to its senders."""
+    slots = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, first:stop]
+    allocator = scheduler.token_to_kv_pool_allocator
+    return kv_to_page_indices(allocator.translate_kv_indices_for_transfer(slots), allocator.page_size)
+
+
+def _with_layer(passes: Passes, original: Callable[..., Any], *args: Any, **others: Any) -> Any:
+    """Around the attention of a layer, which is the fifth argument."""
+    passes.layer_begins((args[4] if len(args) > 4 else others["layer"]).layer_id)
+    return original(*args, **others)
 
 
 class DisaggKVSender(SenderRoom, BaseKVSender):

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,7 @@ from ...ids import KV, RoomId
 from ...memory import Event
 from ...rendezvous import Source
 from ..model import prompt_tag
-from ..opening import Opened
-from .bootstrap import Directory
-from .cache import SGLangPool
+from .side import Side
 
 log = logging.getLogger("disagg_kv.sglang")
 
@@ -58,104 +57,6 @@ class Poll(IntEnum):
     WAITING_FOR_INPUT = 2
     TRANSFERRING = 3
     SUCCESS = 4
-
-
-class Side:
-    """A rank's endpoint, and what its rooms need of the host.
-
-    Args:
-        endpoint: prefill's or decode's.
-        page: tokens of a page.
-        mark: of prefill: an event that fires once the rows that are computed now are final; None: they are final.
-        opened: what else ends with the endpoint; None: nothing.
-        pool: of decode: has the metadata rows, where prefill may be another engine, which has none; None: it is not.
-        defers: of decode: SGLang keeps the pages of a request that has failed until :meth:`free` is true.
-    """
-
-    def __init__(
-        self,
-        endpoint: PrefillEndpoint | DecodeEndpoint,
-        page: int,
-        mark: Callable[[], Event] | None = None,
-        opened: Opened | None = None,
-        pool: SGLangPool | None = None,
-        defers: bool = False,
-    ) -> None:
-        self.endpoint = endpoint
-        self.page = page
-        self.mark = mark
-        self.pool = pool
-        self.defers = defers
-        self.kept: dict[int | None, ReceiverRoom] = {}
-        """Failed rooms whose pages SGLang keeps, by SGLang's numbers."""
-        self._opened = opened
-        self.turn = 0
-        """Of SGLang's scheduler, about: each turn polls every request, and the first poll advances the endpoint."""
-        self.directory = Directory()
-        self._met: dict[str, int] = {}
-
-    @property
-    def closed(self) -> bool:
-        """Whether the endpoint moves nothing any more.
-
-        Raises:
-            EndpointBrokenError: it has failed as a whole, and may still read or write pages that SGLang would use
-                again: the server has to end.
-        """
-        if self.endpoint.closed:
-            return True
-        self.endpoint.poll()
-        return False
-
-    def closed_at(self, turn: int) -> bool:
-        """The same for a request that was polled in ``turn``: the endpoint has advanced if a new one has begun."""
-        if turn != self.turn:
-            return self.endpoint.closed
-        self.turn += 1
-        return self.closed
-
-    def free(self, number: int | None) -> bool:
-        """Whether nothing touches the pages of a failed room any more."""
-        room = self.kept.get(number)
-        return room is None or not room.exposed
-
-    def forget_doubtful(self, address: str) -> None:
-        """Forget the prefill instances at a bootstrap address if one of them has lost a process: another may be there.
-
-        Only here, in :meth:`ensure` and in :meth:`lost` an address that is known becomes unknown: between two of its
-        questions SGLang's scheduler relies on the first answer.
-        """
-        for source in filter(self._doubts, self.directory.get(address)):
-            self.lost(source)
-
-    def ensure(self, address: str) -> bool:
-        """Ask the bootstrap server for instances that are not known, or in doubt; False: call again later.
-
-        What it answers is believed until a request has failed or succeeded.
-        """
-        self.forget_doubtful(address)
-        return self.directory.ensure(address)
-
-    def _doubts(self, source: Source) -> bool:
-        return self._connected(source) < self._met.get(source.instance, 0)
-
-    def met(self, source: Source) -> None:
-        """A request of this instance has succeeded: its ranks are connected now."""
-        self._met[source.instance] = self._connected(source)
-
-    def lost(self, source: Source) -> None:
-        """A request of this instance has failed because it is lost, or it is in doubt: it is asked for again."""
-        self._met.pop(source.instance, None)
-        self.directory.forget(source.instance)
-
-    def _connected(self, source: Source) -> int:
-        """Ranks of an instance that are connected."""
-        here = ("connected", "idle", "silent")
-        return sum(peer.instance == source.instance and peer.state in here for peer in self.endpoint.peers())
-
-    def close(self) -> None:
-        """End the endpoint."""
-        (self.endpoint if self._opened is None else self._opened).close()
 
 
 def room_of(number: int | None) -> RoomId:
@@ -217,7 +118,10 @@ class Room:
         if phase is Phase.DONE and released and self._error is None:
             if not self._told:
                 report = self._handle.report
-                log.info("room %s is %s: %s bytes over %s", self._number, self._ended, report.nbytes, report.path)
+                groups = f" in {report.groups} groups of layers: {report.schedule}" if report.groups > 1 else ""
+                log.info(
+                    "room %s is %s: %s bytes over %s%s", self._number, self._ended, report.nbytes, report.path, groups
+                )
                 self._told = True
             return Poll.SUCCESS
         if phase not in (Phase.DONE, Phase.FAILED):
@@ -326,6 +230,32 @@ class SenderRoom(Room):
         """Whether there is anything to send: the last chunk has the metadata row, even without pages."""
         return num_pages > 0 or last_chunk
 
+    @property
+    def id(self) -> RoomId:
+        """The room's."""
+        return room_of(self._number)
+
+    def upcoming(self, stop: int, pages: Callable[[int, int], I32]) -> tuple[int, list[PageTable]] | None:
+        """The rows up to ``stop`` that a forward pass will compute, checked; None: there are none to send, or not yet.
+
+        ``pages`` has those of the rows between two.
+        """
+        first = max(self._first, self._stop)
+        if self._pages is None or stop <= first or not self._sends:
+            return None
+        table = PageTable(KV, pages(first, stop), first)
+        assert self._handle is not None
+        self._attempt(partial(self._handle.check_chunk, stop, [table]))
+        return (stop, [table]) if self._error is None else None
+
+    def announced(self, stop: int) -> None:
+        """The rows up to ``stop`` are sent as their layers are computed; :meth:`send` need not send them again."""
+        self._stop = stop
+
+    @property
+    def _sends(self) -> bool:
+        return self._handle is not None and self._handle.phase not in (Phase.DONE, Phase.FAILED) and self._error is None
+
     def send(
         self, kv_indices: I32, state_indices: Sequence[Any] | None = None, num_kv_tokens: int | None = None
     ) -> None:
@@ -334,8 +264,9 @@ class SenderRoom(Room):
 
     def _send(self, pages: I32, tokens: int | None) -> None:
         handle, side = self._handle, self._side
-        if handle is None or handle.phase in (Phase.DONE, Phase.FAILED) or self._error is not None:
+        if not self._sends:
             return
+        assert handle is not None
         first = self._first + self._sent * side.page
         stop = first + (len(pages) * side.page if tokens is None else tokens)
         ready, self._early_send_wait_event = self._early_send_wait_event, None
@@ -343,7 +274,7 @@ class SenderRoom(Room):
             ready = side.mark()
         if stop > self._stop:
             handle.send_chunk(stop, [PageTable(KV, pages, first)], ready)
-        self._sent, self._stop = self._sent + len(pages), stop
+        self._sent, self._stop = self._sent + len(pages), max(stop, self._stop)
         if self._sent == self._pages:
             handle.finish(stop, aux=self._aux, ready=ready)
 

@@ -31,7 +31,8 @@ from disagg_kv.engines.sglang.host import (
     refuse,
 )
 from disagg_kv.engines.sglang.options import SGLangOptions
-from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
+from disagg_kv.engines.sglang.side import Side
 from disagg_kv.errors import RemoteProtocolError, UnsupportedError
 from disagg_kv.kernels.convert import reference
 from disagg_kv.rendezvous import Source

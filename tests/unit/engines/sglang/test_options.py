@@ -66,7 +66,11 @@ def test_every_option_is_taken() -> None:
     options = read(given)
     assert {name: getattr(options, name) for name in given} == given
     assert options.names(exposes=True) == "auto+per_chunk+incremental"
+    options = read({"strategy": "layer_pipelined"})
+    assert options.layered
+    assert options.names(exposes=True) == "auto+layer_pipelined+incremental"
     options = read({"strategy": "per_chunk"})
+    assert not options.layered
     assert options.names(exposes=False) == "staged+per_chunk+incremental"
     assert read({"strategy": "staged"}).names(exposes=True) == "staged+per_chunk+incremental"
 
@@ -78,7 +82,6 @@ def test_every_option_is_taken() -> None:
         ("[]", f"{VARIABLE}: no JSON object"),
         ('{"strategy": "direct"}', "'direct' a network reads pages"),
         ('{"strategy": "slice+incremental"}', "'slice' a network reads pages"),
-        ('{"strategy": "staged+layer_pipelined"}', "'layer_pipelined' is not supported"),
         ('{"channel": "pigeon"}', "channel 'pigeon'"),
     ],
 )

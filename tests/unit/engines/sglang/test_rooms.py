@@ -15,7 +15,8 @@ import pytest
 from disagg_kv.core import Options, Phase
 from disagg_kv.engines.sglang import bootstrap, rooms
 from disagg_kv.engines.sglang.options import SGLangOptions
-from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
+from disagg_kv.engines.sglang.side import Side
 from disagg_kv.errors import ConfigurationError, EndpointBrokenError, RemoteProtocolError, UnsupportedError
 from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
