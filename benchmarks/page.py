@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BY_FILE = ROOT / "docs" / "results.md"
 PAGES = (
-    *(ROOT / "docs" / name for name in ("benchmarks.md", "deploying.md", "engines/vllm.md")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "deploying", "why")),
+    *(ROOT / "docs" / "engines" / f"vllm-{name}.md" for name in ("options", "operate")),
     ROOT / "README.md",
 )
 MARK = re.compile(r"(?<=<!-- from )(?P<view>[^\n]+)( -->\n\n)(?P<shown>.*?)(?=\n\n<!-- end -->)", re.DOTALL)

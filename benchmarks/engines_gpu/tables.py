@@ -154,15 +154,23 @@ def _rounds(ratios: Sequence[float]) -> str:
 
 
 def headline(found: Found) -> str:
-    """The gap of ours, asked at once, over that of the fastest mode of NIXL's connectors."""
+    """The gap of ours, asked at once, and that of the fastest mode of NIXL's connectors, at the middle length."""
+    lengths = lengths_of(runs(found)[0])
+    shown = lengths[len(lengths) // 2]
 
     def rows() -> Iterator[list[str]]:
-        lengths = lengths_of(runs(found)[0])
-        yield ["ours / fastest of NIXL's: ms, and the ratio", *(f"{length:,} tokens" for length in lengths)]
+        yield [f"{shown:,} tokens", "`disagg_kv`, ms", "fastest of NIXL's, ms", "ratio (95 % interval)"]
         for run in _short(found):
-            yield [name_of(run), *(_against_best(run, one) for one in lengths)]
+            ours, best, of = _against_best(run, shown)
+            yield [name_of(run), f"{ours:.1f}", f"{best:.1f}", f"**{of.median:.2f}** ({of.low:.2f} to {of.high:.2f})"]
 
-    return table(rows())
+    def others() -> Iterator[str]:
+        for length in lengths:
+            if length != shown:
+                medians = [_against_best(run, length)[2].median for run in _short(found)]
+                yield f"{min(medians):.2f} to {max(medians):.2f} at {length:,} tokens"
+
+    return f"{table(rows())}\n\nThe ratios at other lengths: {', '.join(others())}."
 
 
 def beside(found: Found) -> str:
@@ -216,11 +224,13 @@ def name_of(run: Found) -> str:
     return f"TP {prefill}->{decode}, {'pages' if run.get('engine') == 'sglang' else 'blocks'} of {run['block']}"
 
 
-def _against_best(run: Found, length: int) -> str:
+def _against_best(run: Found, length: int) -> tuple[float, float, Ratio]:
+    """The medians of ours and of the best, and the ratio."""
     gaps = {mode: _median(one["gap_ms"]) for mode in modes(run) if (one := single(run, mode, length))}
     best = min((mode for mode in gaps if mode.startswith(("nixl", "push"))), key=lambda mode: gaps[mode])
-    found = gap_ratio(run, "ours, at once", best, length)
-    return f"{gaps['ours, at once']:.1f} / {gaps[best]:.1f}: **{found}**"
+    of = gap_ratio(run, "ours, at once", best, length)
+    assert of is not None
+    return gaps["ours, at once"], gaps[best], of
 
 
 def _p50_p90(values: Sequence[float], digits: int = 1) -> str:
