@@ -1,7 +1,8 @@
 """``examples/vllm`` and the pages of vLLM: their commands, as a reader types them, serve OpenAI's completions.
 
 Names of the pages are replaced: the model by a small one with random weights, hosts by loopback addresses, ports by
-free ones. Each server gets options with which it starts in less time, and computes as the instance to which it is compared.
+free ones. Each server gets options with which it starts in less time, and computes as the instance to which it is
+compared.
 """
 
 from __future__ import annotations
