@@ -176,17 +176,22 @@ def headline(found: Found) -> str:
 def beside(found: Found) -> str:
     """Ours over vLLM's ``NixlConnector``, in either order and with either cache layout."""
 
+    def gap(run: Found, mode: str, peer: str, length: int) -> str:
+        of = gap_ratio(run, mode, peer, length)
+        return "" if of is None else f"{of.median:.2f} ({of.low:.2f}-{of.high:.2f})"
+
     def rows() -> Iterator[list[str]]:
         lengths, in_flight = lengths_of(runs(found)[0]), loads_of(runs(found)[0])
         gaps = (f"gap, {length:,} tokens" for length in lengths)
-        yield ["ours / `NixlConnector`", *gaps, *(f"requests/s, {number} in flight" for number in in_flight)]
+        yield ["TP, block, decode is asked", *gaps, *(f"requests/s, {number} in flight" for number in in_flight)]
         for run in _short(found):
+            prefill, decode = TOPOLOGIES[run["topology"]]
             for mode, peers in PEERS.items():
                 for peer in (one for one in peers if one.startswith("nixl") and one in modes(run)):
                     order = f"{mode.removeprefix('ours, ')}{' / packed' if 'packed' in peer else ''}"
-                    ratios = (str(gap_ratio(run, mode, peer, length)) for length in lengths)
+                    ratios = (gap(run, mode, peer, length) for length in lengths)
                     rates = (f"{mean(speeds(run, mode, peer, number)):.2f}" for number in in_flight)
-                    yield [f"{name_of(run)}, {order}", *ratios, *rates]
+                    yield [f"{prefill}->{decode}, {run['block']}, {order}", *ratios, *rates]
 
     return table(rows())
 
