@@ -159,7 +159,7 @@ def headline(found: Found) -> str:
     shown = lengths[len(lengths) // 2]
 
     def rows() -> Iterator[list[str]]:
-        yield [f"{shown:,} tokens", "`disagg_kv`, ms", "fastest of NIXL's, ms", "ratio (95 % interval)"]
+        yield [f"prompt of {shown:,} tokens", "`disagg_kv`, ms", "fastest of NIXL's, ms", "ratio (95 % interval)"]
         for run in _short(found):
             ours, best, of = _against_best(run, shown)
             yield [name_of(run), f"{ours:.1f}", f"{best:.1f}", f"**{of.median:.2f}** ({of.low:.2f} to {of.high:.2f})"]
