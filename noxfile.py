@@ -456,9 +456,9 @@ def size(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, warnings as errors; ``-- serve`` shows it while you write."""
+    """The site, warnings as errors; ``-- serve`` shows it while you write. Ruff formats its signatures."""
     session.env["NO_MKDOCS_2_WARNING"] = "1"
-    session.install("--quiet", *CONSTRAINED, "mkdocs", "mkdocs-material", "mkdocstrings-python")
+    session.install("--quiet", *CONSTRAINED, "mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")
     if session.posargs:
         session.run("mkdocs", *session.posargs)
     else:

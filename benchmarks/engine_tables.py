@@ -40,23 +40,10 @@ GOOD = ("right tokens", "error")
 
 def wrong(found: Found) -> str:
     """Wrong references, and what the connectors answer."""
-    return _outcomes(_by_case(found))
-
-
-def wrong_in_short(found: Found) -> str:
-    """The same, of cases in which a connector answers neither the right tokens nor an error."""
-    bad = {case: of for case, of in _by_case(found).items() if not {*of.values()} <= {*GOOD}}
-    return _outcomes(bad)
-
-
-def _by_case(found: Found) -> dict[str, dict[str, str]]:
     cases: dict[str, dict[str, str]] = {}
     for of in found["cases"]:
         cases.setdefault(of["case"], {})[of["connector"]] = of["outcome"]
-    return cases
 
-
-def _outcomes(cases: Mapping[str, Mapping[str, str]]) -> str:
     def cell(outcome: str) -> str:
         return outcome if outcome in GOOD else f"**{outcome}**"
 

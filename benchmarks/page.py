@@ -18,8 +18,6 @@ from pathlib import Path
 from benchmarks import cpu_tables
 from benchmarks.catalogue import CATALOGUE, Entry
 from benchmarks.cpu_tables import worlds
-from benchmarks.engine_tables import wrong_in_short
-from benchmarks.engines_gpu import turns
 from benchmarks.engines_gpu.tables import beside, headline
 from benchmarks.fleet_tables import recovery
 from benchmarks.mapped_tables import gpu_flags, gpu_instead_in_short
@@ -29,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BY_FILE = ROOT / "docs" / "results.md"
 PAGES = (
-    *(ROOT / "docs" / name for name in ("benchmarks.md", "deploying.md", "engines/vllm.md")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "deploying", "why")),
     ROOT / "README.md",
 )
 MARK = re.compile(r"(?<=<!-- from )(?P<view>[^\n]+)( -->\n\n)(?P<shown>.*?)(?=\n\n<!-- end -->)", re.DOTALL)
@@ -43,8 +41,6 @@ VIEWS: Mapping[str, Callable[..., str]] = {
     "h200_flags.json": gpu_flags,
     "cpu_recovery.json": recovery,
     "simulation.json": worlds,
-    "vllm_cpu_wrong.json, in short": wrong_in_short,
-    "h200_turns.json": turns.shown,
     "h200_lanes.json": cpu_tables.gpu_lanes,
 }
 """The names in marks: a pattern of files, or a view of it."""

@@ -154,31 +154,44 @@ def _rounds(ratios: Sequence[float]) -> str:
 
 
 def headline(found: Found) -> str:
-    """The gap of ours, asked at once, over that of the fastest mode of NIXL's connectors."""
+    """The gap of ours, asked at once, and that of the fastest mode of NIXL's connectors, at the middle length."""
+    lengths = lengths_of(runs(found)[0])
+    shown = lengths[len(lengths) // 2]
 
     def rows() -> Iterator[list[str]]:
-        lengths = lengths_of(runs(found)[0])
-        yield ["ours / fastest of NIXL's: ms, and the ratio", *(f"{length:,} tokens" for length in lengths)]
+        yield [f"prompt of {shown:,} tokens", "`disagg_kv`, ms", "fastest of NIXL's, ms", "ratio (95 % interval)"]
         for run in _short(found):
-            yield [name_of(run), *(_against_best(run, one) for one in lengths)]
+            ours, best, of = _against_best(run, shown)
+            yield [name_of(run), f"{ours:.1f}", f"{best:.1f}", f"**{of.median:.2f}** ({of.low:.2f} to {of.high:.2f})"]
 
-    return table(rows())
+    def others() -> Iterator[str]:
+        for length in lengths:
+            if length != shown:
+                medians = [_against_best(run, length)[2].median for run in _short(found)]
+                yield f"{min(medians):.2f} to {max(medians):.2f} at {length:,} tokens"
+
+    return f"{table(rows())}\n\nThe ratios at other lengths: {', '.join(others())}."
 
 
 def beside(found: Found) -> str:
     """Ours over vLLM's ``NixlConnector``, in either order and with either cache layout."""
 
+    def gap(run: Found, mode: str, peer: str, length: int) -> str:
+        of = gap_ratio(run, mode, peer, length)
+        return "" if of is None else f"{of.median:.2f} ({of.low:.2f}-{of.high:.2f})"
+
     def rows() -> Iterator[list[str]]:
         lengths, in_flight = lengths_of(runs(found)[0]), loads_of(runs(found)[0])
         gaps = (f"gap, {length:,} tokens" for length in lengths)
-        yield ["ours / `NixlConnector`", *gaps, *(f"requests/s, {number} in flight" for number in in_flight)]
+        yield ["TP, block, decode is asked", *gaps, *(f"requests/s, {number} in flight" for number in in_flight)]
         for run in _short(found):
+            prefill, decode = TOPOLOGIES[run["topology"]]
             for mode, peers in PEERS.items():
                 for peer in (one for one in peers if one.startswith("nixl") and one in modes(run)):
                     order = f"{mode.removeprefix('ours, ')}{' / packed' if 'packed' in peer else ''}"
-                    ratios = (str(gap_ratio(run, mode, peer, length)) for length in lengths)
+                    ratios = (gap(run, mode, peer, length) for length in lengths)
                     rates = (f"{mean(speeds(run, mode, peer, number)):.2f}" for number in in_flight)
-                    yield [f"{name_of(run)}, {order}", *ratios, *rates]
+                    yield [f"{prefill}->{decode}, {run['block']}, {order}", *ratios, *rates]
 
     return table(rows())
 
@@ -216,11 +229,13 @@ def name_of(run: Found) -> str:
     return f"TP {prefill}->{decode}, {'pages' if run.get('engine') == 'sglang' else 'blocks'} of {run['block']}"
 
 
-def _against_best(run: Found, length: int) -> str:
+def _against_best(run: Found, length: int) -> tuple[float, float, Ratio]:
+    """The medians of ours and of the best, and the ratio."""
     gaps = {mode: _median(one["gap_ms"]) for mode in modes(run) if (one := single(run, mode, length))}
     best = min((mode for mode in gaps if mode.startswith(("nixl", "push"))), key=lambda mode: gaps[mode])
-    found = gap_ratio(run, "ours, at once", best, length)
-    return f"{gaps['ours, at once']:.1f} / {gaps[best]:.1f}: **{found}**"
+    of = gap_ratio(run, "ours, at once", best, length)
+    assert of is not None
+    return gaps["ours, at once"], gaps[best], of
 
 
 def _p50_p90(values: Sequence[float], digits: int = 1) -> str:

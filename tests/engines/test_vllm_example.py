@@ -1,7 +1,8 @@
-"""``examples/vllm`` and the page of vLLM: its commands, as a reader types them, serve OpenAI's completions over HTTP.
+"""``examples/vllm`` and the pages of vLLM: their commands, as a reader types them, serve OpenAI's completions.
 
-Names of the page are replaced: the model by a small one with random weights, hosts by loopback addresses, ports by free
-ones. Each server gets options with which it starts in less time, and computes as the instance to which it is compared.
+Names of the pages are replaced: the model by a small one with random weights, hosts by loopback addresses, ports by
+free ones. Each server gets options with which it starts in less time, and computes as the instance to which it is
+compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .instances import ENVIRONMENT, ROOT, add_tokenizer, small_model, transfer
 
 pytestmark = pytest.mark.timeout(900)
 
-PAGE = ROOT / "docs" / "engines" / "vllm.md"
+PAGES = [ROOT / "docs" / "engines" / name for name in ("vllm.md", "vllm-operate.md")]
 MODEL = "Qwen/Qwen3-0.6B"
 FAST = "--enforce-eager --dtype float32 --block-size 32 --no-enable-prefix-caching"
 START_S = 400
@@ -82,9 +83,9 @@ class Reader:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def command(self, marker: str) -> str:
-        """A block of the page."""
-        text = marked(PAGE, marker)
-        assert text, f"the page has no block {marker!r}"
+        """A block of the pages."""
+        text = "".join(marked(page, marker) for page in PAGES)
+        assert text, f"the pages have no block {marker!r}"
         for name, own in self._names.items():
             text = text.replace(name, own)
         return text
@@ -205,7 +206,7 @@ def test_the_quick_start_shows_what_the_page_says(reader: Reader) -> None:
         ["disagg-kv", "top", "--once", "--json"], env=reader.env, check=True, capture_output=True, text=True, timeout=60
     )
     assert top.stdout.count('"open"') == 2
-    assert marked(PAGE, "vllm serve").count(MODEL) == 1
+    assert marked(PAGES[0], "vllm serve").count(MODEL) == 1
 
 
 def test_the_comparison_of_the_page_finds_equal_tokens(reader: Reader) -> None:

@@ -98,7 +98,9 @@ class _Pending:
 
 
 class Elected(Verdict):
-    """One rank's part of the agreement. Pure: votes and frames in, frames and outcomes out.
+    """Ends each room alike on all ranks of the instance, which vote; satisfies :class:`.Verdict`.
+
+    An endpoint makes the object of its rank from the class. Pure: votes and frames in, frames and outcomes out.
 
     Args:
         rank: of this endpoint.

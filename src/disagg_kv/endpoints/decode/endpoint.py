@@ -35,7 +35,10 @@ from .scatter import SCATTER_BYTES_PER_S, RateLimiter
 
 
 class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
-    """A decode rank's endpoint; see :class:`~disagg_kv.endpoints.api.Receiver`.
+    """A decode rank's endpoint: awaits the rows of requests, and puts them into pages of its pool.
+
+    :meth:`open` begins a request, and ``expect`` of the room's handle says into which pages. :meth:`poll` reports what
+    has changed. Satisfies :class:`~disagg_kv.endpoints.Receiver`.
 
     Args:
         pool: the rank's cache.

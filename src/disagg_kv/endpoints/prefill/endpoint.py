@@ -38,7 +38,10 @@ from .transfers import TransferQueue
 
 
 class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
-    """A prefill rank's endpoint.
+    """A prefill rank's endpoint: sends the rows of requests to the decode ranks that await them.
+
+    :meth:`open` begins a request. :meth:`step`, or ``send_chunk`` of the room's handle, hands over its rows, and
+    ``finish`` of the handle ends it. :meth:`poll` reports what has changed.
 
     Args:
         pool: the rank's cache.
@@ -145,7 +148,9 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> DeliveryHandle:
-        """Open a room. Every room that this returns ends, even if another thread calls ``close`` at the same time.
+        """Open a room, and return its :class:`~disagg_kv.endpoints.Delivery`.
+
+        Every room that this returns ends, even if another thread calls ``close`` at the same time.
 
         Args:
             room: 1 to 64 bytes; :func:`~disagg_kv.endpoints.room_id` makes them of text. Equal on both sides, and used

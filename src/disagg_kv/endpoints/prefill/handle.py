@@ -235,11 +235,11 @@ class LayerGroups:
 
 
 class ForwardPass:
-    """One forward pass over many rooms.
+    """One forward pass over many rooms, which ``PrefillEndpoint.step`` announces.
 
-    The endpoint's thread takes the interpreter away from an engine that launches kernels. So it is woken by a layer
-    that completes a group, and not by one after which nothing more can cross than before; and as soon as it is known
-    that everything crosses when the pass is closed, layers cost what they cost without groups.
+    :meth:`close` makes its rows final; with the schedule ``layer_pipelined``, :meth:`layer_ready` does so for single
+    layers before. Only a layer that completes a group begins work, and once everything crosses at the end of the pass,
+    the calls for layers cost next to nothing.
     """
 
     def __init__(
