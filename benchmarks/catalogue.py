@@ -8,7 +8,7 @@ from attrs import frozen
 
 from benchmarks import cpu_tables, fleet_tables, gpu_tables, mapped_tables
 from benchmarks.engine_tables import sglang, vllm, wrong
-from benchmarks.engines_gpu import sglang_tables, tables, turns
+from benchmarks.engines_gpu import beside, sglang_tables, tables, trace, turns
 from benchmarks.engines_gpu.tables import all_modes, ratios
 from benchmarks.tables import Found
 
@@ -31,6 +31,8 @@ class Entry:
     command: str = ""
     picture: tuple[str, str] | None = None
 
+
+TRACE_PICTURE = "A bar for each part of a request's time: vLLM's, the model's, the library's, and the wire's"
 
 TRANSFER = "python -m bench transfer --transport {} --strategies {} --json"
 
@@ -91,6 +93,39 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "with a prefix cache has all turns. All instances share one H200. The first prompt has 12,000 tokens, each "
             "further one an answer of 64 and 1,000 new ones more.",
             "OUT=results COMMIT=$(git rev-parse HEAD) OPTIONS='--reps 4' benchmarks/engines_gpu/go.sh turns:64",
+        ),
+        "h200_trace.json": Entry(
+            "Where the time of a request goes in vLLM",
+            trace.shown,
+            "From the router to decode's first token: requests that are alone, in both orders of a router. A part ends "
+            "at its moment, or is empty if that came before the part began, so the parts add up; what an instance does "
+            "while it waits for the other one is in none. A load lasts from when the rows are final, and decode is "
+            "ready, until decode's first step begins.",
+            "OUT=results COMMIT=$(git rev-parse HEAD) benchmarks/engines_gpu/go.sh trace:64; "
+            "python -m benchmarks.engines_gpu.trace --plot benchmarks/results/h200_trace.json "
+            "--out docs/images/bench-trace.svg",
+            ("bench-trace.svg", TRACE_PICTURE),
+        ),
+        "h200_beside.json": Entry(
+            "Tokens of vLLM's decode beside loads, on two H200s",
+            beside.shown,
+            "Decode computes 6 requests, alone and while it loads 10 prompts of 4,096 tokens a second.",
+            "OUT=results COMMIT=$(git rev-parse HEAD) OPTIONS='--reps 6' benchmarks/engines_gpu/go.sh beside:64",
+        ),
+        "h200_engines_33.json": Entry(
+            "vLLM 0.33 on two H200s",
+            tables.of_run,
+            "Its wheel and its kernels, by `pack_vllm --vllm 0.33.0`.",
+            "OUT=results COMMIT=$(git rev-parse HEAD) LIMIT_S=105 OPTIONS='--pairs ours,nixl --reps 4 --rounds 1' "
+            "benchmarks/engines_gpu/go.sh 1to1:64",
+        ),
+        "h200_sglang_layers.json": Entry(
+            "Layers that SGLang sends while others are computed",
+            sglang_tables.layers,
+            "*Wire* is an emulated one of 25 GB/s within the host; the others use NVLink. *Layered* pairs have the "
+            "strategy `auto+layer_pipelined`. One round of each load.",
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) LIMIT_S=185 OPTIONS='--lengths 1024,4096,16384 "
+            "--pairs ours,layered,wire,wire-layered,alone --reps 8 --rounds 1' benchmarks/engines_gpu/go.sh 1to1:64",
         ),
         "h200_sglang.json": Entry(
             "SGLang on two H200s",

@@ -24,7 +24,7 @@ from pathlib import Path
 from .slim_fatbin import slim
 
 ARCH = 90
-VLLM = "vllm==0.32.0"
+VLLM = "0.32.0"
 NIXL = "nixl-cu13==1.5.1"
 WHOLE = (
     "annotated-types", "apache-tvm-ffi==0.1.11", "astor", "attrs", "blake3", "cachetools", "cbor2",
@@ -118,12 +118,13 @@ def write(root: Path, out: Path) -> None:
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 
-def pack(out: Path, wheels: Path | None) -> None:
+def pack(out: Path, wheels: Path | None, version: str) -> None:
     """Write the archive."""
+    vllm = f"vllm=={version}"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "site")
-        for number, requirement in enumerate((VLLM, *WHOLE)):
-            there = list(wheels.glob("vllm-*.whl")) if wheels and requirement == VLLM else []
+        for number, requirement in enumerate((vllm, *WHOLE)):
+            there = list(wheels.glob("vllm-*.whl")) if wheels and requirement == vllm else []
             unpack(there[0] if there else download(requirement, Path(folder, str(number))), root)
         unpack_loaded(NIXL, NIXL_ROOTS, root, Path(folder, "nixl"))
         write(root, out)
@@ -134,8 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="vLLM and NIXL for a GPU host without a package index")
     parser.add_argument("out", type=Path)
     parser.add_argument("--wheels", type=Path, help="a folder in which the wheel of vLLM lies already")
+    parser.add_argument("--vllm", default=VLLM, help="its version")
     given = parser.parse_args()
-    pack(given.out, given.wheels)
+    pack(given.out, given.wheels, given.vllm)
 
 
 if __name__ == "__main__":

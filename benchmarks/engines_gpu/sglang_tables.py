@@ -11,7 +11,7 @@ from benchmarks.tables import Found, table
 from .cases import LENGTHS
 from .figures import quantile, ratio
 from .sglang import ALONE, PAIRS
-from .tables import SAME, all_modes, lengths_of, load, loads_of, mean, modes, name_of, runs, single, speeds
+from .tables import SAME, all_modes, lengths_of, load, loads_of, mean, modes, name_of, of_run, runs, single, speeds
 
 OURS = "ours, at once"
 
@@ -39,6 +39,32 @@ def headline(found: Found) -> str:
             yield [name_of(run), *cells]
 
     return table(rows())
+
+
+LAYERED = {"layered, at once": OURS, "wire-layered, at once": "wire, at once"}
+"""Modes that send layers, and the same without."""
+
+
+def layers(found: Found) -> str:
+    """Of a run: times to the first token of modes that send layers over those that do not, and all modes."""
+
+    def rows() -> Iterator[list[str]]:
+        lengths, in_flight = lengths_of(found), loads_of(found)
+        yield [
+            "TTFT, ms: layers / whole passes",
+            *(f"{one:,} tokens" for one in lengths),
+            *(f"requests/s, {one} in flight" for one in in_flight),
+        ]
+        for mode, whole in LAYERED.items():
+            cells = []
+            for length in lengths:
+                both = [one["ttft_ms"] for name in (mode, whole) if (one := single(found, name, length))]
+                medians = " / ".join(f"{quantile(one, 0.5):.1f}" for one in both)
+                cells.append(f"{medians}: **{ratio(*both)}**")
+            rates = (f"**{mean(speeds(found, mode, whole, one)):.2f}**" for one in in_flight)
+            yield [_short(mode), *cells, *rates]
+
+    return f"{table(rows())}\n\n{of_run(found)}"
 
 
 def first_requests(documents: Sequence[Found]) -> dict[str, Any]:

