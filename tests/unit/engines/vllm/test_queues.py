@@ -16,7 +16,7 @@ from disagg_kv.rendezvous import Source
 from tests.support.vllm_like import TWO_GROUPS, Engine, Model, Pair, prefilled, prompt, run
 from tests.unit.engines.vllm.test_failures import computed, origin
 
-CLAIM_S = 0.3
+CLAIM_S = 0.6
 SHORT = Options(claim_s=CLAIM_S)
 
 
@@ -107,7 +107,7 @@ def test_a_request_that_nothing_queues_frees_its_blocks_after_claim_s(
     prefilled(p, "p", prompt(9))
     run(p)
     assert time.monotonic() - began >= CLAIM_S
-    assert "no decode instance asked for it within 0.3 s of its end (claim_s)" in caplog.text
+    assert f"no decode instance asked for it within {CLAIM_S:g} s of its end (claim_s)" in caplog.text
     p.check_quiet()
 
 
