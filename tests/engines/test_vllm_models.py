@@ -48,14 +48,16 @@ def mistral() -> Any:
 
 
 def deepseek() -> Any:
-    """MLA; vLLM's kernels for CPUs have latents of 512 and 64 elements only."""
+    """MLA; vLLM's kernels for CPUs have latents of 512 and 64 elements only, those for GPUs heads of 128."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    head = 128 if ON_GPUS else 32
 
     latent: dict[str, Any] = {
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
+        "qk_nope_head_dim": head,
+        "v_head_dim": head,
         "q_lora_rank": 64,
     }
     experts: dict[str, Any] = {
@@ -190,7 +192,9 @@ def transferred(
         for role, tp in zip(("kv_producer", "kv_consumer"), tps, strict=True)
     )
     found = answers(prefill.ready(), decode.ready(), prompts)
-    assert decode.metric("vllm:disagg_kv_loaded_total") == loaded * tps[1]
+    # On GPUs vLLM schedules a step ahead, and frees blocks behind a window a step later.
+    most = len(prompts) if ON_GPUS else loaded
+    assert loaded <= decode.metric("vllm:disagg_kv_loaded_total") / tps[1] <= most
     assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
     if loaded == len(prompts):
         assert decode.prompt_tokens("local_compute") <= loaded  # the last token of each
@@ -209,7 +213,8 @@ def test_tokens_of_models_with_sliding_windows(begin: Begin, kind: str, tps: tup
     assert transferred(begin, kind, tps, prompts, len(LENGTHS) - len(OUTRUN), args=CHUNKED) == wanted
 
 
-LATENTS: dict[str, Any] = {"dtype": "bfloat16", "args": {"attention_backend": "TRITON_MLA"}} if ON_GPUS else {}
+LATENTS: dict[str, Any] = {"dtype": "bfloat16", "args": {"attention_backend": "TRITON_MLA"} if ON_GPUS else {}}
+"""The kernels for GPUs, and those for CPUs with AMX, have no float32."""
 
 
 @pytest.mark.parametrize("tps", [(1, 1), (1, 2)])
