@@ -184,12 +184,15 @@ LAYERED = {"SGLANG_CPU_LAYERS": "1"}
 
 
 @pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "path"), [(1, 1, "staged"), (1, 2, "staged"), (2, 1, "mapped"), (2, 1, "staged")]
+    ("prefill_tp", "decode_tp", "path", "overlap"),
+    [(1, 1, "staged", True), (1, 2, "staged", False), (2, 1, "mapped", True), (2, 1, "staged", False)],
 )
 def test_layers_are_sent_while_others_are_computed(
-    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, path: str
+    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, path: str, overlap: bool
 ) -> None:
     """In one chunk and in several; without the rows that decode holds, and with those of prefill's radix cache.
+
+    With ``overlap`` a pass begins before SGLang has reported the rows of the last one.
 
     When SGLang reports the rows of a pass, most of its bytes have been sent.
     """
@@ -199,7 +202,7 @@ def test_layers_are_sent_while_others_are_computed(
         servers,
         {
             "tp_size": prefill_tp, "page_size": 16, "chunked_prefill_size": 256, "environment": environment,
-            "options": {**options, "strategy": "auto+each_layer"},
+            "options": {**options, "strategy": "auto+each_layer"}, "disable_overlap_schedule": not overlap,
         },
         {
             "tp_size": decode_tp, "options": options, "disaggregation_decode_enable_radix_cache": True,
@@ -220,6 +223,7 @@ def test_layers_are_sent_while_others_are_computed(
     assert early[2] >= (256 + 144 // 2) * rank, early
     assert all(early[room] for room in range(1, 7)), early
     assert prefill.logged(f"over {path}")
+    assert prefill.logged(f"'disable_overlap_schedule': {not overlap}")
 
 
 def early_bytes(server: Server) -> dict[int, int]:
