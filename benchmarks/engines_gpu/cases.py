@@ -125,6 +125,9 @@ PEERS: Mapping[str, Sequence[str]] = {
         "nixl, after prefill", "nixl-packed, after prefill", "push, after prefill", "push-packed, after prefill",
         "other, after prefill",
     ),
+    "layered, at once": ("ours, at once",),
+    "wire-layered, at once": ("wire, at once",),
+    "tcp-layered, at once": ("tcp, at once",),
 }  # fmt: skip
 """What our modes are compared with, the most important first."""
 

@@ -89,7 +89,7 @@ class Server:
         options: of the plug-in.
         environment: further variables.
         python: of an environment with SGLang.
-        args: arguments of the server, with underscores.
+        args: arguments of the server, with underscores; False: it has not got this one.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class Server:
         words = [
             word
             for name, value in given.items()
+            if value is not False
             for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
         ]
         env = {

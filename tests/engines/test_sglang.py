@@ -180,16 +180,19 @@ def test_prefill_copies_into_decodes_pages(
     assert decode.logged("over mapped")
 
 
-LAYERED = {"SGLANG_CPU_LAYERS": "1"}
+LAYERED = {"SGLANG_CPU_LAYERS": "0.03"}
 
 
 @pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "path"), [(1, 1, "staged"), (1, 2, "staged"), (2, 1, "mapped"), (2, 1, "staged")]
+    ("prefill_tp", "decode_tp", "path", "overlap"),
+    [(1, 1, "staged", True), (1, 2, "staged", False), (2, 1, "mapped", True), (2, 1, "staged", False)],
 )
 def test_layers_are_sent_while_others_are_computed(
-    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, path: str
+    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, path: str, overlap: bool
 ) -> None:
     """In one chunk and in several; without the rows that decode holds, and with those of prefill's radix cache.
+
+    With ``overlap`` a pass begins before SGLang has reported the rows of the last one.
 
     When SGLang reports the rows of a pass, most of its bytes have been sent.
     """
@@ -199,7 +202,7 @@ def test_layers_are_sent_while_others_are_computed(
         servers,
         {
             "tp_size": prefill_tp, "page_size": 16, "chunked_prefill_size": 256, "environment": environment,
-            "options": {**options, "strategy": "auto+each_layer"},
+            "options": {**options, "strategy": "auto+each_layer"}, "disable_overlap_schedule": not overlap,
         },
         {
             "tp_size": decode_tp, "options": options, "disaggregation_decode_enable_radix_cache": True,
@@ -220,6 +223,7 @@ def test_layers_are_sent_while_others_are_computed(
     assert early[2] >= (256 + 144 // 2) * rank, early
     assert all(early[room] for room in range(1, 7)), early
     assert prefill.logged(f"over {path}")
+    assert prefill.logged(f"'disable_overlap_schedule': {not overlap}")
 
 
 def early_bytes(server: Server) -> dict[int, int]:
@@ -269,13 +273,20 @@ def test_rows_in_the_radix_cache_of_decode_are_not_sent_again(
     assert sent_bytes(prefill) == [(len(turn) - known) * ROW_BYTES for turn, known in zip(turns, held, strict=False)]
 
 
-def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf) -> None:
+@pytest.mark.parametrize("layers", [False, True])
+def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf, layers: bool) -> None:
     """50 requests, a third of which the client aborts at any time.
 
     An abort that overtakes its request is lost in SGLang. If the other side has ended, the request ends at ``total_s``.
     """
-    options = {"options": {"total_s": 20}}
-    prefill, decode = pair(servers, {"disable_radix_cache": True, "chunked_prefill_size": 64, **options}, options)
+    options: dict[str, Any] = {"options": {"total_s": 20}}
+    of_prefill = {**options, "disable_radix_cache": True, "chunked_prefill_size": 64}
+    if layers:
+        of_prefill |= {
+            "options": {"total_s": 20, "strategy": "auto+each_layer"}, "environment": {"SGLANG_CPU_LAYERS": "0.003"},
+            "disable_overlap_schedule": False,
+        }  # fmt: skip
+    prefill, decode = pair(servers, of_prefill, options)
     draw, asked = random.Random(5), []
     for room in range(1, 51):
         tokens, rid = prompt(draw.randrange(20, 400), room), f"request {room:02}."
@@ -479,18 +490,25 @@ def test_windows_of_which_all_rows_are_kept(servers: Start, tmp_path: Path, kind
     all_free(decode)
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
-def test_latents(servers: Start, latents: Path, prefill_tp: int, decode_tp: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "strategy"), [(1, 1, "auto"), (1, 2, "auto"), (2, 1, "auto+each_layer")]
+)
+def test_latents(servers: Start, latents: Path, prefill_tp: int, decode_tp: int, strategy: str) -> None:
     """Every rank of a server holds the same latents."""
-    common: dict[str, Any] = {"model": latents, "environment": {"SGLANG_CPU_LATENTS": "1"}}
+    environment = {"SGLANG_CPU_LATENTS": "1", "SGLANG_CPU_LAYERS": "0.003"}
+    common: dict[str, Any] = {"model": latents, "environment": environment}
     alone = servers("alone", **common).ready()
     wanted = {length: alone.begin(prompt(length), COUNT).result()["output_ids"] for length in LENGTHS}
     alone.close()
     options = {"verify": "full"}
     prefill, decode = pair(
         servers,
-        {"tp_size": prefill_tp, "page_size": 16, "options": options, "chunked_prefill_size": 64, **common},
+        {
+            "tp_size": prefill_tp, "page_size": 16, "options": {**options, "strategy": strategy},
+            "chunked_prefill_size": 64, **common,
+        },
         {"tp_size": decode_tp, "options": options, **common},
-    )
+    )  # fmt: skip
     for room, length in enumerate(LENGTHS, 1):
         assert serve(prefill, decode, room, prompt(length), COUNT)[1]["output_ids"] == wanted[length]
+    assert prefill.logged("in 3 groups of layers") == (strategy != "auto")

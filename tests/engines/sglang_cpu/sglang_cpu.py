@@ -52,8 +52,8 @@ def install() -> None:
         share_caches()
     if os.environ.get("SGLANG_CPU_LATENTS"):
         attend_to_latents()
-    if os.environ.get("SGLANG_CPU_LAYERS"):
-        send_each_layer()
+    if seconds := os.environ.get("SGLANG_CPU_LAYERS"):
+        send_each_layer(float(seconds))
 
 
 def share_caches() -> None:
@@ -100,8 +100,8 @@ def attend_to_latents() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
 
 
-def send_each_layer() -> None:
-    """A schedule ``each_layer``; layers that take long; and a line for what was sent before SGLang reported rows."""
+def send_each_layer(seconds: float) -> None:
+    """A schedule ``each_layer``; layers that take longer; a line for what was sent before SGLang reported rows."""
     import logging
 
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -117,7 +117,7 @@ def send_each_layer() -> None:
     attend, send = TorchNativeAttnBackend.forward_extend, SenderRoom.send
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.03)
+        time.sleep(seconds)
         return attend(*args, **kwargs)
 
     def told(self: SenderRoom, *args: Any, **kwargs: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_cache_holds_all_prompts_that_are_in_flight() -> None:
 
 
 def test_peers_are_modes_that_exist() -> None:
-    names = {mode.name for mode in modes_of(list(PAIRS.values()))}
+    names = {mode.name for mode in modes_of([*PAIRS.values(), *sglang.PAIRS.values()])}
     assert set(PEERS) | {peer for peers in PEERS.values() for peer in peers} <= names
 
 

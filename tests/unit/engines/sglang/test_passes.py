@@ -183,8 +183,9 @@ def test_a_pass_of_which_no_layer_is_seen_is_sent_when_it_ends(pair: Pair, monke
     assert serve(p, d, 1, prompt(30)) == ("done", "done")
 
 
-def test_rows_wait_for_the_event_of_their_pass(pair: Pair) -> None:
-    """On a GPU a pass has not been computed when SGLang has launched it."""
+@pytest.mark.parametrize("seen", [LAYERS, 0])
+def test_rows_wait_for_the_event_of_their_pass(pair: Pair, seen: int) -> None:
+    """On a GPU a pass has not been computed when SGLang has launched it, whether or not its layers were seen."""
     p, d = pair(prefill={**EACH, "overlap": True}, verify="full")
     (passes,) = p.passes
     made: list[FiredEvent] = []
@@ -202,7 +203,7 @@ def test_rows_wait_for_the_event_of_their_pass(pair: Pair) -> None:
     p.waiting.remove(request)
     assert p.allocate(request, 8)
     with passes.computing([(room, 8, partial(p.indices, request))], mark):
-        for layer in range(LAYERS):
+        for layer in range(seen):
             passes.layer_begins(layer)
     for layer in range(LAYERS):
         p._write(request, layer, 0, 8)
