@@ -1,4 +1,4 @@
-"""An extension of the site's parser: the constructors of attrs' classes, whose types and defaults it does not see."""
+"""Extensions of the site's parser: the constructors of attrs' classes, and the public types of handles."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ class Constructors(griffe.Extension):
         for found in list(_classes(pkg)):
             if "__init__" not in found.members and _is_attrs(found):
                 found.set_member("__init__", _constructor(found))
+
+
+class Handles(griffe.Extension):
+    """Shows the public Protocols of handles where a method returns its own class."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Called once the package is parsed."""
+        shown = {f"{name}Handle": griffe.ExprName(name, parent=pkg["endpoints"]) for name in ("Delivery", "Reception")}
+        for found in _classes(pkg):
+            for method in found.functions.values():
+                method.returns = shown.get(str(method.returns), method.returns)
 
 
 def _classes(within: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:

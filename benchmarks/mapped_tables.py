@@ -159,13 +159,21 @@ def gpu_instead_in_short(found: Found) -> str:
         for row in found["rows"]
         if row["tokens"] in (1024, 8192)
     )
-    return table([["ms, median", "plain copy", "`disagg_kv`", "NIXL, a descriptor a page"], *rows])
+    return table([["ms, median", "plain copy", "`disagg_kv`", "NIXL, a descriptor a page and layer"], *rows])
 
 
 def gpu_instead(found: Found) -> str:
     """What a user would take instead, for the same pages."""
     ways = ("copy_us", "mapped_bells_us", "mapped_us", "staged_us", "nixl_us", "nccl_us")
-    head = ["us, median", "plain copy", "mapped, flags", "mapped", "staged", "NIXL, a descriptor a page", "NCCL"]
+    head = [
+        "us, median",
+        "plain copy",
+        "mapped, flags",
+        "mapped",
+        "staged",
+        "NIXL, a descriptor a page and layer",
+        "NCCL",
+    ]
     rows = (
         [
             f"{row['tokens']:,} tokens, pages of {row['page']}",

@@ -6,7 +6,7 @@
 # Variables, with their defaults:
 #   PREFILL_TP=1 DECODE_TP=1            tensor-parallel sizes
 #   PREFILL_GPUS= DECODE_GPUS=          as in CUDA_VISIBLE_DEVICES; by default the first GPUs, and those that follow
-#   PREFILL_STAGING= DECODE_STAGING=    bytes, the option staging_bytes; on GPUs 512 MiB and 4 GiB
+#   PREFILL_STAGING= DECODE_STAGING=    bytes, the option staging_bytes; on GPUs 1 GiB each
 #   PORT=8000 PREFILL_PORT=8100 DECODE_PORT=8200
 #   AFTER_PREFILL=                      1: decode is asked once prefill has answered, not at once
 #   STRATEGY=auto TRANSPORT=auto        options of the connector
@@ -84,11 +84,11 @@ start() {
 }
 prefill() {
     start prefill kv_producer "$prefill_port" "$prefill_tp" "${PREFILL_GPUS:-}" \
-        "${PREFILL_STAGING:-${PREFILL_GPUS:+$((512 << 20))}}" "${PREFILL_METRICS:-}" "$@"
+        "${PREFILL_STAGING:-${PREFILL_GPUS:+$((1 << 30))}}" "${PREFILL_METRICS:-}" "$@"
 }
 decode() {
     start decode kv_consumer "$decode_port" "$decode_tp" "${DECODE_GPUS:-}" \
-        "${DECODE_STAGING:-${DECODE_GPUS:+$((4 << 30))}}" "${DECODE_METRICS:-}" "$@"
+        "${DECODE_STAGING:-${DECODE_GPUS:+$((1 << 30))}}" "${DECODE_METRICS:-}" "$@"
 }
 
 trap 'kill 0' EXIT
@@ -98,6 +98,7 @@ prefill | decode)
     wait -n
     ;;
 "")
+    command -v curl >/dev/null || fail "curl is not installed"
     [ -z "${HOST:-}" ] || fail "HOST needs ROLE: start each instance on its own host"
     declare -A servers
     prefill "$@"
@@ -112,7 +113,11 @@ prefill | decode)
     done
     python3 "$here/../router.py" --port "$port" --prefill "vllm=localhost:$prefill_port" \
         --decode "vllm=localhost:$decode_port" ${AFTER_PREFILL:+--after-prefill} &
-    until curl --silent "localhost:$port" >/dev/null; do sleep 0.2; done
+    router=$!
+    until curl --silent "localhost:$port" >/dev/null; do
+        kill -0 "$router" 2>/dev/null || fail "the router has ended: see the lines above"
+        sleep 0.2
+    done
     say "ready: http://localhost:$port/v1/completions"
     wait -n
     fail "one of the three processes has ended: see the lines above"

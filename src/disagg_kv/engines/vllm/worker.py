@@ -20,7 +20,7 @@ from ...endpoints import DecodeEndpoint, Delivery, Expectation, ForwardPass, Pre
 from ...ids import LayerId, RoomId
 from ...memory import Event
 from .params import Origin
-from .stats import Counters
+from .stats import Counters, code_of
 from .work import Chunk, Declined, Hold, Load, StepWork, tables
 
 log = logging.getLogger("vllm.disagg_kv")
@@ -337,7 +337,7 @@ class WorkerSide:
             log.info("the rows of answer %s are not held any more: %s", name, delivery.error)
         else:
             self.counters.fail("sent_failed", delivery.error)
-            log.warning("request %s was not sent: %s", name, delivery.error)
+            log.warning("request %s was not sent: %s [%s]", name, delivery.error, code_of(delivery.error))
 
     # Decode.
 
@@ -382,7 +382,7 @@ class WorkerSide:
         self._results.received.add(name)
         self._results.failed.add(name)
         self.counters.fail("load_failed", reason)
-        log.warning("request %s was not loaded: %s", name, reason)
+        log.warning("request %s was not loaded: %s [%s]", name, reason, code_of(reason))
 
     def _say_queued(self, origin: Origin) -> None:
         """Open the room by which prefill knows that our engine queues a request."""

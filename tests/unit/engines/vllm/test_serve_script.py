@@ -64,12 +64,12 @@ def started(
 @pytest.mark.parametrize(
     ("role", "variables", "gpus", "share"),
     [
-        ("prefill", {}, "0", "0.914"),
-        ("decode", {}, "0", "0.870"),
-        ("prefill", {"PREFILL_TP": "2"}, "0,1", "0.914"),
-        ("decode", {"DECODE_TP": "2", "DECODE_GPUS": "2,3"}, "2,3", "0.870"),
-        ("decode", {"DECODE_STAGING": str(1 << 30)}, "0", "0.908"),
-        ("decode", {"CUDA_VISIBLE_DEVICES": "3,1"}, "3", "0.870"),
+        ("prefill", {}, "0", "0.908"),
+        ("decode", {}, "0", "0.908"),
+        ("prefill", {"PREFILL_TP": "2"}, "0,1", "0.908"),
+        ("decode", {"DECODE_TP": "2", "DECODE_GPUS": "2,3"}, "2,3", "0.908"),
+        ("decode", {"DECODE_STAGING": str(4 << 30)}, "0", "0.870"),
+        ("decode", {"CUDA_VISIBLE_DEVICES": "3,1"}, "3", "0.908"),
     ],
 )
 def test_a_server_gets_its_gpus_and_leaves_room_for_staging(
@@ -79,8 +79,8 @@ def test_a_server_gets_its_gpus_and_leaves_room_for_staging(
     seen, options, connector = started(commands, 4, ROLE=role, **variables)
     assert (seen, options["--gpu-memory-utilization"]) == (gpus, share)
     assert options["--tensor-parallel-size"] == str(len(gpus.split(",")))
-    bytes_of = {"prefill": 512 << 20, "decode": int(variables.get("DECODE_STAGING", 4 << 30))}
-    assert connector["kv_connector_extra_config"]["staging_bytes"] == bytes_of[role]
+    staging = int(variables.get("DECODE_STAGING", 1 << 30))
+    assert connector["kv_connector_extra_config"]["staging_bytes"] == staging
     assert connector["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
 
 
