@@ -190,7 +190,7 @@ LAYERED = {"SGLANG_CPU_LAYERS": "0.03"}
 def test_layers_are_sent_while_others_are_computed(
     servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, path: str, overlap: bool
 ) -> None:
-    """In one chunk and in several; without the rows that decode holds, and with those of prefill's radix cache.
+    """In one chunk and in several; without the rows that decode holds.
 
     With ``overlap`` a pass begins before SGLang has reported the rows of the last one.
 
@@ -203,6 +203,7 @@ def test_layers_are_sent_while_others_are_computed(
         {
             "tp_size": prefill_tp, "page_size": 16, "chunked_prefill_size": 256, "environment": environment,
             "options": {**options, "strategy": "auto+each_layer"}, "disable_overlap_schedule": not overlap,
+            "disable_radix_cache": True,
         },
         {
             "tp_size": decode_tp, "options": options, "disaggregation_decode_enable_radix_cache": True,
@@ -403,6 +404,11 @@ def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server
         ({}, {"pp_size": 2}, "pipeline parallelism (a rank has some of the layers"),
         ({}, {"tp_size": 2, "attn_dp_size": 2}, "data-parallel attention (SGLang does not run it on CPUs"),
         ({}, {"allow_auto_truncate": True}, "automatic truncation (each server would cut"),
+        (
+            {"strategy": "auto+layer_pipelined"},
+            {},
+            "radix cache on prefill with a strategy that sends layers (it frees",
+        ),
     ],
 )
 def test_a_wrong_option_is_named_at_the_start(
@@ -505,7 +511,7 @@ def test_latents(servers: Start, latents: Path, prefill_tp: int, decode_tp: int,
         servers,
         {
             "tp_size": prefill_tp, "page_size": 16, "options": {**options, "strategy": strategy},
-            "chunked_prefill_size": 64, **common,
+            "chunked_prefill_size": 64, "disable_radix_cache": strategy != "auto", **common,
         },
         {"tp_size": decode_tp, "options": options, **common},
     )  # fmt: skip

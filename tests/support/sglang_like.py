@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from disagg_kv.core import Options, Verify
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.sglang.bootstrap import _Place
 from disagg_kv.engines.sglang.cache import Buffers, pool_of
-from disagg_kv.engines.sglang.passes import Passes
+from disagg_kv.engines.sglang.passes import Chunk, Passes
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
 from disagg_kv.engines.sglang.side import Side
 from disagg_kv.memory import Event
@@ -286,8 +285,7 @@ class Prefill(Server):
         with ExitStack() as ends:
             for rank, passes in enumerate(self.passes):
                 chunks = [
-                    (one.rooms[rank], stop if last else stop // self.page * self.page, partial(self.indices, one))
-                    for one, stop, last in made
+                    self.chunk(one, rank, stop if last else stop // self.page * self.page) for one, stop, last in made
                 ]
                 ends.enter_context(passes.computing(chunks, None))
             for layer in range(LAYERS):
@@ -300,6 +298,11 @@ class Prefill(Server):
             if last:
                 self.waiting.remove(request)
         return made
+
+    def chunk(self, request: Request, rank: int, stop: int) -> Chunk:
+        """The rows of a request that a pass is to announce."""
+        room: SenderRoom = request.rooms[rank]
+        return room, stop, self.indices(request, room.next_row, max(stop, room.next_row))
 
     def _process(self, request: Request, stop: int, *, last: bool) -> None:
         """``process_batch_result_disagg_prefill``: what was aborted meanwhile ends with its last result."""

@@ -8,6 +8,7 @@ attention that SGLang captures in a graph, all layers are final at the end of th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,8 +17,10 @@ from ...errors import DisaggKVError, LocalProtocolError
 from ...memory import Mark
 from .rooms import I32, SenderRoom
 
-Chunk = tuple[SenderRoom, int, Callable[[int, int], I32]]
-"""A request's room, one past its last row of the pass, and the pages of its rows between two."""
+log = logging.getLogger("disagg_kv.sglang")
+
+Chunk = tuple[SenderRoom, int, I32]
+"""A request's room, one past its last row of the pass, and the pages of its rows from the room's next one on."""
 
 
 class Passes:
@@ -33,6 +36,7 @@ class Passes:
         self._step: ForwardPass | None = None
         self._mark: Mark | None = None
         self._layer: int | None = None
+        self._seen: set[int] = set()
 
     @contextmanager
     def computing(self, chunks: Sequence[Chunk], mark: Mark | None) -> Iterator[None]:
@@ -50,13 +54,16 @@ class Passes:
             raise
         self._attempt(self._end)
 
-    def layer_begins(self, layer: int) -> None:
-        """The attention of a layer begins, so that of the last one has ended."""
-        if self._step is not None and layer != self._layer:
+    def layer_begins(self, layer: int, *, writes: bool = True) -> None:
+        """The attention of a layer begins, so that of the last one has ended.
+
+        Some models use the rows of an earlier layer again: that call writes none.
+        """
+        if self._step is not None and layer != self._layer and (writes or layer not in self._seen):
             self._attempt(lambda: self._next(layer))
 
     def _begin(self, chunks: Sequence[Chunk], mark: Mark | None) -> None:
-        self._rooms, self._mark = [], mark
+        self._rooms, self._mark, self._seen = [], mark, set()
         rows = {}
         for room, stop, pages in chunks:
             chunk = room.upcoming(stop, pages)
@@ -69,6 +76,9 @@ class Passes:
                 room.announced(rows[room.id][0])
 
     def _next(self, layer: int) -> None:
+        if layer in self._seen:
+            raise LocalProtocolError(f"layer {layer} is computed in several parts")
+        self._seen.add(layer)
         last, self._layer = self._layer, layer
         if last is not None:
             assert self._step is not None
@@ -85,6 +95,9 @@ class Passes:
             act()
         except DisaggKVError as exc:
             self._fail(exc)
+        except Exception as exc:
+            log.exception("a forward pass cannot be sent")
+            self._fail(LocalProtocolError(f"unexpected {type(exc).__name__}: {exc}"))
 
     def _fail(self, error: DisaggKVError) -> None:
         """The rows of this pass cannot be sent: its requests fail."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 from sglang.srt.configs.model_config import ModelConfig
@@ -25,7 +26,6 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers, TransferBackend
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
@@ -38,7 +38,7 @@ from .host import ServerFacts, announce, cache_dtype, common_of, first_token, op
 from .options import SGLangOptions
 from .passes import Chunk, Passes
 from .quantized import scales_of
-from .rooms import ReceiverRoom, SenderRoom
+from .rooms import I32, ReceiverRoom, SenderRoom
 
 NAME = "disagg_kv"
 
@@ -155,6 +155,8 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
             "load balancing of data-parallel ranks": produces and count > 1 and not follows,
             "data-parallel attention": parallel.attn_dp_size > 1,
             "two-batch overlap with a strategy that sends layers": layers and server_args.enable_two_batch_overlap,
+            "radix cache on prefill with a strategy that sends layers": layers and not server_args.disable_radix_cache,
+            "diffusion models with a strategy that sends layers": layers and server_args.dllm_algorithm is not None,
             "data-parallel ranks on several nodes": produces and count > 1 and parallel.nnodes > 1,
             "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": (
                 envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
@@ -251,30 +253,49 @@ def _with_layers(
     """Around a forward pass of prefill, whose rows are announced before it."""
     if not batch.forward_mode.is_extend():
         return original(scheduler, batch, *args, **others)
-    chunks: list[Chunk] = []
+    page = scheduler.token_to_kv_pool_allocator.page_size
+    rows: list[tuple[Any, int]] = []
     for request in batch.reqs:
         if isinstance(request.disagg_kv_sender, DisaggKVSender):
-            # Rows of the prefix cache need not wait for this pass. What SGLang sends then is what it sends below.
-            scheduler.maybe_send_cached_prefix_chunk(request)
-            length, page = len(request.origin_input_ids), scheduler.token_to_kv_pool_allocator.page_size
-            stop = length if request.extend_end >= length else request.extend_end // page * page
-            chunks.append((request.disagg_kv_sender, stop, partial(_pages, scheduler, request)))
+            length = len(request.origin_input_ids)
+            rows.append((request, length if request.extend_end >= length else request.extend_end // page * page))
+    chunks: list[Chunk] = [
+        (request.disagg_kv_sender, stop, pages)
+        for (request, stop), pages in zip(rows, _pages(scheduler, page, rows), strict=True)
+    ]
     stream = scheduler.forward_stream if scheduler.enable_overlap else None
     with passes.computing(chunks, None if scheduler.device == "cpu" else partial(queued_work, stream)):
         return original(scheduler, batch, *args, **others)
 
 
-def _pages(scheduler: Any, request: Any, first: int, stop: int) -> Any:
-    """The pages of rows between two, as SGLang gives them to its senders."""
-    slots = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, first:stop]
-    allocator = scheduler.token_to_kv_pool_allocator
-    return kv_to_page_indices(allocator.translate_kv_indices_for_transfer(slots), allocator.page_size)
+def _pages(scheduler: Any, page: int, rows: Sequence[tuple[Any, int]]) -> Sequence[I32]:
+    """The pages of the next rows of some requests, as SGLang gives them to its senders; the GPU is read once."""
+    slots = [
+        scheduler.req_to_token_pool.req_to_token[
+            request.kv.req_pool_idx, request.disagg_kv_sender.next_row : stop : page
+        ]
+        for request, stop in rows
+    ]
+    if not slots:
+        return ()
+    every = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(torch.cat(slots))
+    return np.split((every // page).cpu().numpy(), np.cumsum([len(one) for one in slots[:-1]]))
 
 
-def _with_layer(passes: Passes, original: Callable[..., Any], *args: Any, **others: Any) -> Any:
-    """Around the attention of a layer, which is the fifth argument."""
-    passes.layer_begins((args[4] if len(args) > 4 else others["layer"]).layer_id)
-    return original(*args, **others)
+def _with_layer(
+    passes: Passes,
+    original: Callable[..., Any],
+    backend: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    layer: Any,
+    *args: Any,
+    **others: Any,
+) -> Any:
+    """Around the attention of a layer; without K it writes no rows."""
+    passes.layer_begins(layer.layer_id, writes=k is not None)
+    return original(backend, q, k, v, layer, *args, **others)
 
 
 class DisaggKVSender(SenderRoom, BaseKVSender):

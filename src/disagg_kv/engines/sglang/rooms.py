@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -235,18 +234,29 @@ class SenderRoom(Room):
         """The room's."""
         return room_of(self._number)
 
-    def upcoming(self, stop: int, pages: Callable[[int, int], I32]) -> tuple[int, list[PageTable]] | None:
+    @property
+    def next_row(self) -> int:
+        """The first row that is not sent."""
+        return max(self._first, self._stop)
+
+    def upcoming(self, stop: int, pages: I32) -> tuple[int, list[PageTable]] | None:
         """The rows up to ``stop`` that a forward pass will compute, checked; None: there are none to send, or not yet.
 
-        ``pages`` has those of the rows between two.
+        All ranks have to say the same of a pass, so a room that has ended here alone has its rows, too.
+
+        Args:
+            stop: one past the last row.
+            pages: of the rows from :attr:`next_row` on.
         """
-        first = max(self._first, self._stop)
-        if self._pages is None or stop <= first or not self._sends:
+        if self._pages is None or stop <= self.next_row or self._handle is None or self._error is not None:
             return None
-        table = PageTable(KV, pages(first, stop), first)
-        assert self._handle is not None
-        self._attempt(partial(self._handle.check_chunk, stop, [table]))
-        return (stop, [table]) if self._error is None else None
+        chunk = stop, [PageTable(KV, pages, self.next_row)]
+        try:
+            self._handle.check_chunk(*chunk)
+        except DisaggKVError as exc:
+            self.refuse(exc)
+            return None
+        return chunk
 
     def announced(self, stop: int) -> None:
         """The rows up to ``stop`` are sent as their layers are computed; :meth:`send` need not send them again."""

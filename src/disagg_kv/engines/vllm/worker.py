@@ -225,7 +225,7 @@ class WorkerSide:
             if handle.released:
                 del self._closing[room]
         results, self._results = self._results, Results()
-        self._owed = not self._idle or bool(results.received)
+        self._owed = not self._idle or bool(results.received or results.sent)
         return results
 
     def _wait(self) -> None:
@@ -278,14 +278,15 @@ class WorkerSide:
             self._room(name, chunk.transfer, chunk.tag)
         self._outgoing[name].begun = True
         delivery = self._outgoing[name].delivery
-        if delivery.phase not in (Phase.FAILED, Phase.DONE):
+        # All ranks have to say the same of a pass, so a room that has failed here alone has its rows, too.
+        if delivery.phase is not Phase.DONE:
             # A chunk that is refused would fail the whole pass.
             delivery.check_chunk(chunk.stop, tables(chunk.pages))
             self._computing[name] = chunk
 
     def _finish(self, name: str, chunk: Chunk, ready: Event | None) -> None:
         going = self._outgoing[name]
-        if chunk.states or not going.finished:
+        if going.delivery.phase is not Phase.FAILED and (chunk.states or not going.finished):
             # States that were withdrawn are given again.
             going.delivery.finish(chunk.stop, state=tables(chunk.states), ready=ready)
             going.finished, going.claim_by = True, time.monotonic() + self._claim_s

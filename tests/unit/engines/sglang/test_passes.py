@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from functools import partial
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from disagg_kv.core import Phase
 from disagg_kv.engines.sglang.passes import Passes
 from disagg_kv.engines.sglang.rooms import Poll, SenderRoom
 from disagg_kv.errors import DisaggKVError, LocalProtocolError
+from disagg_kv.planning import Pace
 from disagg_kv.strategies import LayerPipelined
 from tests.support.processes import wait
 from tests.support.rig_parts import FiredEvent
-from tests.support.sglang_like import LAYERS, Prefill, settled
+from tests.support.sglang_like import LAYERS, Prefill, Request, settled
 
 from .conftest import Pair
 from .test_rooms import ROW_BYTES, WAITS, prompt, serve
@@ -76,17 +78,16 @@ def test_layers_are_sent_before_the_pass_ends(pair: Pair, given: dict[str, Any])
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page", [1, 4, 16])
-def test_rows_of_a_prefix_cache_are_no_part_of_the_pass(pair: Pair, page: int, overlap: bool) -> None:
-    """Neither those that decode holds, nor those that prefill has computed before, which it sends at once."""
+def test_rows_that_decode_holds_are_no_part_of_the_pass(pair: Pair, page: int, overlap: bool) -> None:
     p, d = pair(
         (2, 1),
         prefill={**EACH, "budget": 9, "overlap": overlap},
         decode={"radix": True, "page": page, "pages": 200 // page},
     )
     first, second = prompt(40), [*prompt(40)[:33], *prompt(12, seed=1)]
-    assert serve(p, d, 1, first, computed=22) == ("done", "done")
-    assert serve(p, d, 2, second, computed=20) == ("done", "done")
-    assert serve(p, d, 3, first, computed=39) == ("done", "done")
+    assert serve(p, d, 1, first) == ("done", "done")
+    assert serve(p, d, 2, second) == ("done", "done")
+    assert serve(p, d, 3, first) == ("done", "done")
     held = 33 // page * page
     assert d.nbytes == {1: 40 * ROW_BYTES, 2: (45 - held) * ROW_BYTES, 3: (40 - 40 // page * page) * ROW_BYTES}
 
@@ -164,9 +165,70 @@ def test_a_layer_that_is_computed_in_two_parts_fails_the_requests(pair: Pair) ->
 
     p.before_layer = once_more
     wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
-    assert "layer 0 announced twice" in p.ended[1]
+    assert "layer 0 is computed in several parts" in p.ended[1]
     p.before_layer = lambda layer: None
     assert serve(p, d, 2, prompt(30)) == ("done", "done")
+
+
+def test_calls_that_use_the_rows_of_an_earlier_layer_again(pair: Pair) -> None:
+    """They write none, so the layer was final before."""
+    p, d = pair(prefill=EACH, verify="full")
+    (passes,) = p.passes
+
+    def again(layer: int) -> None:
+        if layer == LAYERS - 1:
+            for one in (0, 1, layer, 0):
+                passes.layer_begins(one, writes=False)
+
+    p.before_layer = again
+    assert serve(p, d, 1, prompt(30)) == ("done", "done")
+
+
+def test_an_error_that_is_not_ours_fails_requests_and_no_pass(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = pair(prefill=EACH)
+    (passes,) = p.passes
+
+    def broken(layer: int) -> None:
+        raise KeyError(layer)
+
+    monkeypatch.setattr(passes, "_next", broken)
+    assert "unexpected KeyError: 0" in serve(p, d, 1, prompt(30))[0]
+    assert "a forward pass cannot be sent" in caplog.text
+
+
+def test_a_request_that_has_failed_on_one_rank_alone_harms_no_other_of_its_pass(pair: Pair) -> None:
+    """All ranks cut the layers of a pass alike: how long it is does not depend on what a rank knows already."""
+    pace = Pace(layer_token_s=1e-6, bytes_per_s=4e8, group_s=1e-4)
+    p, d = pair((2, 1), prefill={"schedule": LayerPipelined(pace=pace), "pages": 2000}, decode={"pages": 2000})
+    run = p._run
+    failed: list[Request] = []
+
+    def once(batch: Sequence[Request]) -> list[tuple[Request, int, bool]]:
+        if len(batch) < 2 and not failed:
+            return []
+        for one in batch if not failed else ():
+            if one.name == 1:
+                failed.append(one)
+                handle = one.rooms[1]._handle
+                handle.abort("as decode has said so")
+
+                def ended(handle: Any = handle) -> bool:
+                    p.sides[1].endpoint.poll()
+                    return handle.phase is Phase.FAILED
+
+                wait(ended, lambda: "the failure of one rank")
+        return run(batch)
+
+    p._run = once  # type: ignore[method-assign]
+    for room, length in ((1, 3000), (2, 30)):
+        p.add(room, prompt(length))
+        d.add(room, prompt(length))
+    wait(lambda: settled(p, d, 1, 2), lambda: f"{p.ended} {d.ended}")
+    assert failed
+    assert (p.ended[2], d.ended[2]) == ("done", "done")
+    assert "as decode has said so" in d.ended[1]
 
 
 def test_several_calls_within_a_layer_are_one(pair: Pair) -> None:
@@ -202,7 +264,7 @@ def test_rows_wait_for_the_event_of_their_pass(pair: Pair, seen: int) -> None:
     p._finalize(request)
     p.waiting.remove(request)
     assert p.allocate(request, 8)
-    with passes.computing([(room, 8, partial(p.indices, request))], mark):
+    with passes.computing([p.chunk(request, 0, 8)], mark):
         for layer in range(seen):
             passes.layer_begins(layer)
     for layer in range(LAYERS):
@@ -241,13 +303,10 @@ def test_rooms_that_send_nothing_are_left_out(pair: Pair) -> None:
     p, d = pair(prefill=EACH)
     (side,), (passes,) = p.sides, p.passes
 
-    def never(first: int, stop: int) -> Any:
-        raise AssertionError
-
     early, failed = SenderRoom(side, 1, prompt(9)), SenderRoom(side, 2, prompt(9))
     failed.init(3, 0)
     failed.abort()
-    with passes.computing([(early, 9, never), (failed, 9, never)], None):
+    with passes.computing([(early, 9, np.arange(3, dtype=np.int32)), (failed, 9, np.arange(3, dtype=np.int32))], None):
         passes.layer_begins(0)
         passes.layer_begins(1)
     assert early.report.groups == 0
@@ -264,7 +323,7 @@ def test_pages_that_cannot_be_fail_one_request(pair: Pair) -> None:
     d.add(1, prompt(30))
     computing = passes.computing
     passes.computing = lambda chunks, mark: computing(  # type: ignore[method-assign]
-        [(wrong, 8, lambda first, stop: np.array([999], np.int32)), *chunks], mark
+        [(wrong, 8, np.array([999], np.int32)), *chunks], mark
     )
     wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
     assert (p.ended[1], d.ended[1]) == ("done", "done")
@@ -286,7 +345,7 @@ def test_an_endpoint_that_refuses_a_pass_fails_its_requests() -> None:
     )
     endpoint: Any = SimpleNamespace(step=refuse)
     passes, ran = Passes(endpoint), []
-    with passes.computing([(room, 8, lambda first, stop: np.zeros(2, np.int32))], None):
+    with passes.computing([(room, 8, np.zeros(2, np.int32))], None):
         passes.layer_begins(0)
         passes.layer_begins(1)
         ran.append(1)
