@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.processes import wait
 
-OTHERS = ("sem.", "psm_", "vllm_dist_", "sgl_shm_mq_")
+OTHERS = ("sem.", "psm_", "vllm_dist_", "sgl_shm_mq_", "sglang_loads_")
 """Names of semaphores, and of the rings of engines."""
 
 
