@@ -20,12 +20,13 @@ from .wire.verify import Verify
 
 
 class Phase(Enum):
-    """How far a room is, as its engine sees it; prints as its name. ``released`` says whether the pages are free.
+    """How far a room is; prints as its name. ``released`` says whether the pages are free.
 
     * ``CONNECTING``: on decode, the prefill ranks are not connected; on prefill, not every decode rank has asked.
     * ``READY``: the other side is there, and the own engine has not submitted or awaited rows.
     * ``WAITING``: decode awaits rows, and not every prefill rank has opened the room; not on prefill.
     * ``MOVING``: rows move, or are being computed.
+    * ``DONE``, ``FAILED``: ended.
     """
 
     __hash__ = object.__hash__  # engines look phases up in every step; Enum's own hash is computed in Python
@@ -66,8 +67,8 @@ class Options:
         link_bytes: bytes of memory for the connections to peers. Above it, peers are forgotten that no room uses: the
             lost ones first, then those that have only introduced themselves, then those used longest ago. Rooms that
             need more get more.
-        link_descriptors: the same in file descriptors; None: four fifths of what the process may have, less 256 for all
-            else. Rooms that need more get a quarter more, and then a further peer is refused by name.
+        link_descriptors: the same in file descriptors; None: four fifths of what the process may have beyond 256 for
+            all else. Rooms that need more get a quarter more, and then a further peer is refused by name.
     """
 
     silence_s: float = 30.0

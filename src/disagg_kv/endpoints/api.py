@@ -193,9 +193,7 @@ class Receiver(Protocol):
     ) -> Reception:
         """Open a room that the prefill instance ``source`` sends.
 
-        Arguments and errors are those of :meth:`~disagg_kv.endpoints.PrefillEndpoint.open`.
-
-        ``claim_s`` are the seconds after ``expect`` after which the room fails if prefill has not opened it.
+        Arguments and errors are those of :meth:`~disagg_kv.endpoints.DecodeEndpoint.open`.
         """
         ...
 
