@@ -24,7 +24,7 @@ NAMES: Mapping[str, Sequence[str]] = {
         "ServerArgs.enable_pd_role_switch",
         "ServerArgs.disaggregation_decode_allocation_policy", "ServerArgs.json_model_override_args",
         "ServerArgs.revision", "ServerArgs.enable_memory_saver", "ServerArgs.allow_auto_truncate",
-        "ServerArgs.enable_two_batch_overlap",
+        "ServerArgs.enable_two_batch_overlap", "ServerArgs.disable_radix_cache", "ServerArgs.dllm_algorithm",
     ),
     "sglang.srt.disaggregation.utils": (
         "TransferBackend", "KVClassType.MANAGER", "KVClassType.SENDER", "KVClassType.RECEIVER",
@@ -42,7 +42,6 @@ NAMES: Mapping[str, Sequence[str]] = {
         "KVArgs.num_draft_entries", "KVArgs.kv_layout", "KVArgs.kv_cache_dtype_str",
     ),
     "sglang.srt.configs.model_config": ("ModelConfig.from_server_args", "ModelConfig.get_total_num_kv_heads"),
-    "sglang.srt.mem_cache.common": ("kv_to_page_indices",),
     "sglang.srt.runtime_context": ("get_parallel", "get_disagg"),
 }  # fmt: skip
 """Attributes, and attributes of those, by module. A field that a class only annotates counts."""
@@ -50,7 +49,7 @@ NAMES: Mapping[str, Sequence[str]] = {
 WORDS: Mapping[str, Sequence[str]] = {
     "sglang.srt.disaggregation.prefill": (
         "_early_send_wait_event", "pop_decode_prefix_len", "should_send_kv_chunk", "failure_exception",
-        "create_sender", "maybe_send_cached_prefix_chunk", "translate_kv_indices_for_transfer", "extend_end",
+        "create_sender", "translate_kv_indices_for_transfer", "extend_end",
     ),
     "sglang.srt.disaggregation.decode": (
         "transfer_queue", "deferred_kv_release_timeout", "enable_deferred_decode_kv_release", "abort_notified",
