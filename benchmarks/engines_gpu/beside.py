@@ -15,9 +15,7 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,7 +28,7 @@ from .cases import LOAD_TOKENS, PAIRS, Mode, Spec
 from .cases import specs as specs_of
 from .engines import Instance, Live, RequestError
 from .figures import quantile, ratio
-from .turns import CPU_ARGS, CPU_ENVIRONMENT, PROGRAM, START_S
+from .turns import CPU_ARGS, CPU_ENVIRONMENT, PROGRAM, START_S, parser_of
 
 SHORT = 64
 """Tokens of a running request's prompt, which decode computes itself."""
@@ -143,17 +141,12 @@ def shown(found: Found) -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "llama"))
-    parser.add_argument("--out", type=Path, required=True, help="folder of the document and the instances' logs")
-    parser.add_argument("--block", type=int, default=64, help="tokens of a block")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=LOAD_TOKENS, help="of a prompt that is loaded")
-    parser.add_argument("--running", type=int, default=6, help="requests that decode computes meanwhile")
+    parser.add_argument("--running", type=int, default=6, help="requests that decode computes at once")
     parser.add_argument("--loads", type=float, default=10.0, help="requests that are loaded in a second")
-    parser.add_argument("--answer", type=int, default=256, help="tokens of each of them")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of each request that decode computes")
     parser.add_argument("--reps", type=int, default=8, help="turns of each kind")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU")
-    parser.add_argument("--commit", help="of this checkout, where git cannot say")
     return parser.parse_args(argv)
 
 

@@ -34,7 +34,7 @@ from .__main__ import Gpus, settings, software
 from .cases import FIRST_PORT, LOAD_TOKENS, PAIRS, SOURCE, Mode, Order, Spec, engine_args, environment, transfer
 from .engines import Instance, Live, RequestError
 from .figures import quantile
-from .turns import CPU_ARGS, CPU_ENVIRONMENT, PROGRAM, START_S
+from .turns import CPU_ARGS, CPU_ENVIRONMENT, PROGRAM, START_S, parser_of
 
 ORDERS: Sequence[Order] = ("at once", "after prefill")
 WARM = 3
@@ -364,15 +364,10 @@ def plot(found: Found, order: str = "at once") -> Picture:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "llama"))
-    parser.add_argument("--out", type=Path, required=True, help="folder of the document and the instances' logs")
-    parser.add_argument("--block", type=int, default=64, help="tokens of a block")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=LOAD_TOKENS, help="of each prompt")
     parser.add_argument("--reps", type=int, default=10, help="requests of each order that count")
     parser.add_argument("--source", type=Path, default=SOURCE, help="the library's source tree")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU")
-    parser.add_argument("--commit", help="of this checkout, where git cannot say")
     parser.add_argument("--plot", type=Path, help="only draw this document; --out is the picture")
     return parser.parse_args(argv)
 

@@ -208,18 +208,24 @@ def shown(found: Mapping[str, Any]) -> str:
     return table(rows)
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """What this command and others of this folder have in common."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "llama"))
     parser.add_argument("--out", type=Path, required=True, help="folder of the document and the instances' logs")
     parser.add_argument("--block", type=int, default=64, help="tokens of a block")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU")
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    return parser
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Of the command line."""
+    parser = parser_of(__doc__)
     parser.add_argument("--context", type=int, default=12_000, help="tokens of the first prompt")
     parser.add_argument("--new", type=int, default=1000, help="new tokens of each further prompt beside the answer")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--reps", type=int, default=5, help="conversations of each mode, after one that warms up")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU")
-    parser.add_argument("--commit", help="of this checkout, where git cannot say")
     return parser.parse_args(argv)
 
 
