@@ -194,7 +194,8 @@ def test_layers_are_sent_while_others_are_computed(
 
     With ``overlap`` a pass begins before SGLang has reported the rows of the last one.
 
-    When SGLang reports the rows of a pass, most of its bytes have been sent.
+    When SGLang reports the rows of a pass, most of its bytes have been sent. Of requests with one prompt, SGLang's
+    radix cache keeps the rows of one; those of the others are sent while it would free them.
     """
     environment = LAYERED | ({"SGLANG_CPU_SHARED": "1"} if path == "mapped" else {})
     options = {"verify": "full"}
@@ -203,7 +204,6 @@ def test_layers_are_sent_while_others_are_computed(
         {
             "tp_size": prefill_tp, "page_size": 16, "chunked_prefill_size": 256, "environment": environment,
             "options": {**options, "strategy": "auto+each_layer"}, "disable_overlap_schedule": not overlap,
-            "disable_radix_cache": True,
         },
         {
             "tp_size": decode_tp, "options": options, "disaggregation_decode_enable_radix_cache": True,
@@ -216,6 +216,16 @@ def test_layers_are_sent_while_others_are_computed(
         first, answer = serve(prefill, decode, room, tokens, COUNT)
         assert answer.get("output_ids") == tokens_of(tokens), (room, first, answer)
         turns.append([*tokens, *answer["output_ids"], *prompt(40, seed=room)])
+    twice = prompt(100, seed=9)
+    asked = [
+        (tokens, prefill.begin(tokens, 1, prefill, room), decode.begin(tokens, COUNT, prefill, room))
+        for room, tokens in enumerate([twice] * 4 + [[*twice, *prompt(20, seed=10)]] * 4, 11)
+    ]
+    for tokens, first, second in asked:
+        first.result()
+        assert second.result()["output_ids"] == tokens_of(tokens)
+    if overlap:  # two passes have the same rows before the cache has those of the first one
+        assert prefill.logged("rows that the radix cache has twice")
     all_free(prefill, decode)
     early = early_bytes(prefill)
     rank = ROW_BYTES // prefill_tp
@@ -276,12 +286,12 @@ def test_rows_in_the_radix_cache_of_decode_are_not_sent_again(
 
 @pytest.mark.parametrize("layers", [False, True])
 def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf, layers: bool) -> None:
-    """50 requests, a third of which the client aborts at any time.
+    """50 requests, a third of which the client aborts at any time; with layers, prefill has its radix cache.
 
     An abort that overtakes its request is lost in SGLang. If the other side has ended, the request ends at ``total_s``.
     """
     options: dict[str, Any] = {"options": {"total_s": 20}}
-    of_prefill = {**options, "disable_radix_cache": True, "chunked_prefill_size": 64}
+    of_prefill = {**options, "disable_radix_cache": not layers, "chunked_prefill_size": 64}
     if layers:
         of_prefill |= {
             "options": {"total_s": 20, "strategy": "auto+each_layer"}, "environment": {"SGLANG_CPU_LAYERS": "0.003"},
@@ -290,7 +300,8 @@ def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf, laye
     prefill, decode = pair(servers, of_prefill, options)
     draw, asked = random.Random(5), []
     for room in range(1, 51):
-        tokens, rid = prompt(draw.randrange(20, 400), room), f"request {room:02}."
+        same = prompt(400, seed=3)[: draw.randrange(200)] if layers else []
+        tokens, rid = [*same, *prompt(draw.randrange(20, 200 if same else 400), room)], f"request {room:02}."
         first, second = prefill.begin(tokens, 1, prefill, room, rid), decode.begin(tokens, COUNT, prefill, room, rid)
         gone = draw.random() < 0.33
         if gone:
@@ -404,11 +415,6 @@ def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server
         ({}, {"pp_size": 2}, "pipeline parallelism (a rank has some of the layers"),
         ({}, {"tp_size": 2, "attn_dp_size": 2}, "data-parallel attention (SGLang does not run it on CPUs"),
         ({}, {"allow_auto_truncate": True}, "automatic truncation (each server would cut"),
-        (
-            {"strategy": "auto+layer_pipelined"},
-            {},
-            "radix cache on prefill with a strategy that sends layers (it frees",
-        ),
     ],
 )
 def test_a_wrong_option_is_named_at_the_start(
@@ -511,7 +517,7 @@ def test_latents(servers: Start, latents: Path, prefill_tp: int, decode_tp: int,
         servers,
         {
             "tp_size": prefill_tp, "page_size": 16, "options": {**options, "strategy": strategy},
-            "chunked_prefill_size": 64, "disable_radix_cache": strategy != "auto", **common,
+            "chunked_prefill_size": 64, **common,
         },
         {"tp_size": decode_tp, "options": options, **common},
     )  # fmt: skip

@@ -101,7 +101,7 @@ def attend_to_latents() -> None:
 
 
 def send_each_layer(seconds: float) -> None:
-    """A schedule ``each_layer``; layers that take longer; a line for what was sent before SGLang reported rows."""
+    """A schedule ``each_layer``; layers that take longer; lines for what was sent early, and for pages kept longer."""
     import logging
 
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -114,7 +114,7 @@ def send_each_layer(seconds: float) -> None:
         groups = LayerPipelined(fixed=1).groups
 
     register(EachLayer())
-    attend, send = TorchNativeAttnBackend.forward_extend, SenderRoom.send
+    attend, send, keep = TorchNativeAttnBackend.forward_extend, SenderRoom.send, SenderRoom.keep
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
@@ -124,6 +124,11 @@ def send_each_layer(seconds: float) -> None:
         logging.getLogger("disagg_kv").info("room %s: %s bytes were sent early", self._number, self.report.nbytes)
         send(self, *args, **kwargs)
 
+    def kept(self: SenderRoom, free: Any) -> None:
+        logging.getLogger("disagg_kv").info("room %s: rows that the radix cache has twice", self._number)
+        keep(self, free)
+
+    SenderRoom.keep = kept  # type: ignore[method-assign]
     TorchNativeAttnBackend.forward_extend = slowly
     SenderRoom.send = told  # type: ignore[method-assign]
 

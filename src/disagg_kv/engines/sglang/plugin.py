@@ -49,6 +49,7 @@ NEW_MANAGER = (
 NEW_SENDER = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 NEW_RECEIVER = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+CHECKPOINT = "sglang.srt.managers.scheduler.Scheduler.checkpoint_disagg_prefill"
 ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
 """Of most backends; what SGLang captures in a graph comes here too, unless the graph has the attention itself."""
 
@@ -102,6 +103,7 @@ class DisaggKVManager(BaseKVManager):
             HookRegistry.register(NEW_RECEIVER, _new_receiver, HookType.AROUND)
         elif self.side.passes is not None:
             HookRegistry.register(RUN_BATCH, partial(_with_layers, self.side.passes), HookType.AROUND)
+            HookRegistry.register(CHECKPOINT, _with_kept_pages, HookType.AROUND)
             HookRegistry.register(ATTENTION, partial(_with_layer, self.side.passes), HookType.AROUND)
         HookRegistry.apply_hooks()
 
@@ -155,7 +157,6 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
             "load balancing of data-parallel ranks": produces and count > 1 and not follows,
             "data-parallel attention": parallel.attn_dp_size > 1,
             "two-batch overlap with a strategy that sends layers": layers and server_args.enable_two_batch_overlap,
-            "radix cache on prefill with a strategy that sends layers": layers and not server_args.disable_radix_cache,
             "diffusion models with a strategy that sends layers": layers and server_args.dllm_algorithm is not None,
             "data-parallel ranks on several nodes": produces and count > 1 and parallel.nnodes > 1,
             "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": (
@@ -280,6 +281,22 @@ def _pages(scheduler: Any, page: int, rows: Sequence[tuple[Any, int]]) -> Sequen
         return ()
     every = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(torch.cat(slots))
     return np.split((every // page).cpu().numpy(), np.cumsum([len(one) for one in slots[:-1]]))
+
+
+def _with_kept_pages(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Around the insertion of a prefill request's rows into the radix cache.
+
+    SGLang frees those that the cache has already, as layers of them may still be sent.
+    """
+    allocator, sender = scheduler.token_to_kv_pool_allocator, request.disagg_kv_sender
+    if not isinstance(sender, DisaggKVSender):
+        return original(scheduler, request)
+    free = allocator.free_segment
+    allocator.free_segment = lambda rows, *, start_pos: sender.keep(partial(free, rows.clone(), start_pos=start_pos))
+    try:
+        return original(scheduler, request)
+    finally:
+        del allocator.free_segment
 
 
 def _with_layer(

@@ -165,6 +165,7 @@ class Room:
         """SGLang forgets the request."""
         if self._handle is not None and self._handle.phase not in (Phase.DONE, Phase.FAILED):
             self.abort()
+        self._settle()
 
     def _lost(self) -> None:
         """The other side was lost, or another process is at its address."""
@@ -192,6 +193,8 @@ class SenderRoom(Room):
         self._sent = 0
         self._stop = 0
         self._aux: int | None = None
+        self._kept: list[Callable[[], None]] = []
+        self._keeps = False
         if self._error is None:
             self._attempt(self._open)
 
@@ -223,7 +226,8 @@ class SenderRoom(Room):
         """
         if self._stop and self._handle is not None:
             self._attempt(self._handle.withdraw().synchronize)
-        self._pages, self._aux, self._sent, self._stop = num_kv_indices, aux_index, 0, 0
+        self._free_kept()
+        self._pages, self._aux, self._sent, self._stop, self._keeps = num_kv_indices, aux_index, 0, 0, True
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         """Whether there is anything to send: the last chunk has the metadata row, even without pages."""
@@ -262,9 +266,25 @@ class SenderRoom(Room):
         """The rows up to ``stop`` are sent as their layers are computed; :meth:`send` need not send them again."""
         self._stop = stop
 
-    @property
-    def _sends(self) -> bool:
-        return self._handle is not None and self._handle.phase not in (Phase.DONE, Phase.FAILED) and self._error is None
+    def keep(self, free: Callable[[], None]) -> None:
+        """SGLang's radix cache has some of the request's rows twice: free its own once nothing sends them.
+
+        That is when SGLang has seen that the request ended, or ends it: all ranks do so in one turn, and have to free
+        the same pages in it.
+        """
+        if self._keeps:
+            self._kept.append(free)
+        else:
+            free()
+
+    def _free_kept(self) -> None:
+        kept, self._kept, self._keeps = self._kept, [], False
+        for free in kept:
+            free()
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._free_kept()
 
     def send(
         self, kv_indices: I32, state_indices: Sequence[Any] | None = None, num_kv_tokens: int | None = None
@@ -274,9 +294,8 @@ class SenderRoom(Room):
 
     def _send(self, pages: I32, tokens: int | None) -> None:
         handle, side = self._handle, self._side
-        if not self._sends:
+        if handle is None or handle.phase in (Phase.DONE, Phase.FAILED) or self._error is not None:
             return
-        assert handle is not None
         first = self._first + self._sent * side.page
         stop = first + (len(pages) * side.page if tokens is None else tokens)
         ready, self._early_send_wait_event = self._early_send_wait_event, None
