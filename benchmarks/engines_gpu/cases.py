@@ -165,10 +165,10 @@ def places(topology: str, gpus: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     Where a host has fewer GPUs than ranks, a rank of prefill and one of decode share a GPU.
 
     Raises:
-        ValueError: too few GPUs: some rank would have its peer on its own GPU only.
+        ValueError: too few GPUs: of 2to2, some rank would have its peer on its own GPU only.
     """
     prefill, decode = TOPOLOGIES[topology]
-    least = 4 if prefill == decode == 2 else 2
+    least = 4 if prefill == decode == 2 else max(prefill, decode)
     if gpus < least:
         raise ValueError(f"{topology} needs {least} GPUs, and there are {gpus}")
     return tuple(range(prefill)), tuple(range(gpus - decode, gpus))

@@ -4,7 +4,7 @@
 #   OUT=FOLDER COMMIT=$(git rev-parse HEAD) benchmarks/engines_gpu/go.sh 1to1:16 1to1:64 2to1:16 ...
 #
 # Each argument is a topology and a block size, or SGLang's page size with ENGINE=sglang; or a block size of "turns",
-# "trace" or "beside", commands of benchmarks.engines_gpu. OUT gets a JSON document for each, and logs.txt with the ends
+# "trace", "beside" or "serving", commands of benchmarks.engines_gpu. OUT gets a JSON document for each, and logs.txt with the ends
 # of the instances' logs. ARCHIVE (.carry/ENGINE.tar.xz) is what pack_ENGINE.py wrote; LIMIT_S (150) the seconds of each
 # run; OPTIONS are more options of that command. WORK (/tmp/engines_gpu) and MODEL (/dev/shm/llama) are made once. COMMIT
 # names the checkout, which has no .git there.
@@ -25,7 +25,7 @@ export PYTHONPATH=$work/site:$PWD/src PYTHONUNBUFFERED=1
 echo "set up in $SECONDS s"
 for case in "$@"; do
     logs=$work/logs/${case/:/_}
-    if [[ ${case%:*} =~ ^(turns|trace|beside)$ ]]; then
+    if [[ ${case%:*} =~ ^(turns|trace|beside|serving)$ ]]; then
         timeout --signal INT --kill-after 20 "$((limit + 40))" python3 -m "benchmarks.engines_gpu.${case%:*}" \
             --block "${case#*:}" --model "$model" --out "$out/${case/:/_}" ${COMMIT:+--commit "$COMMIT"} ${OPTIONS:-} ||
             status=$?

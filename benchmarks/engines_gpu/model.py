@@ -98,6 +98,23 @@ def write(folder: Path, shape: Shape) -> None:
     (folder / "config.json").write_text(json.dumps(shape.config()))
 
 
+def write_tokenizer(folder: Path) -> None:
+    """Beside a model: each token is a word, so that a text of so many words has so many tokens."""
+    count = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {f"w{number}": number for number in range(count)}, "unk_token": "w0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{% for one in messages %}{{ one['content'] }} {% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 def main() -> None:
     """Write the model of the benchmark."""
     parser = argparse.ArgumentParser(description="a Llama with random weights")

@@ -18,10 +18,11 @@ from .pack_vllm import NIXL, NIXL_ROOTS, WHOLE, download, unpack, unpack_loaded,
 
 SGLANG = ("sglang==0.5.23", "sglang-kernel==0.4.5")
 MOONCAKE = "mooncake-transfer-engine-cuda13==0.3.14"
-MORE = ("decorator", "gguf", "ipython", "orjson", "traitlets")
+MORE = ("decorator", "gguf", "ipython", "orjson", "traitlets", "cffi", "datasets", "multiprocess", "soundfile")
+"""The last four are for its HTTP server and its benchmark client."""
 
 DROPPED = re.compile(
-    r"^sgl_kernel/(sm100/|.*flash_ops|.*infllm_ops|flashmla_ops|spatial_ops)|^sglang/(multimodal_gen|test|benchmark)/"
+    r"^sgl_kernel/(sm100/|.*flash_ops|.*infllm_ops|flashmla_ops|spatial_ops)|^sglang/(multimodal_gen|test)/"
     r"|rust_extensions/_(bench|grpc)|^nixl_ep/|\.(jpg|png)$|^xgrammar/.*\.(a|cc)$"
 )
 """Files of wheels that nothing here loads."""

@@ -50,12 +50,13 @@ PAIRS: Mapping[str, Pair] = {
         Pair("wire-layered", "ours", _ORDER, {"transport": "wire", **_LAYERED}, engine="sglang"),
         Pair("tcp", "ours", _ORDER, {"transport": "nixl"}, _TCP, engine="sglang"),
         Pair("tcp-layered", "ours", _ORDER, {"transport": "nixl", **_LAYERED}, _TCP, engine="sglang"),
+        Pair("whole", "ours", _ORDER, engine="sglang"),
         Pair("other", "ours", _ORDER, engine="sglang"),
     )
 }
-"""By name; ``other`` is another source tree of this library."""
+"""By name; ``other`` is another source tree of this library, and ``whole`` is one of ``serving.py``."""
 
-ASKED = ("layered", "wire", "wire-layered", "tcp", "tcp-layered", "other")
+ASKED = ("layered", "wire", "wire-layered", "tcp", "tcp-layered", "whole", "other")
 """Pairs that no run has unless they are asked for."""
 
 ORACLE = "nixl, at once"

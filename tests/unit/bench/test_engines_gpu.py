@@ -354,7 +354,7 @@ def test_sglangs_staging_buffer_is_a_peer_where_sizes_differ(tmp_path: Path) -> 
 def test_pairs_of_sglang_over_a_slow_wire_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each instance has the options of its pair, and finds the transport by its name."""
     assert not {pair.name for pair in sglang.pairs_of("1to1")} & set(sglang.ASKED)
-    names = [name for name in sglang.ASKED if name != "other"]
+    names = [name for name in sglang.ASKED if name not in ("whole", "other")]
     made = sglang.specs(sglang.pairs_of("1to1", names), "1to1", 16, 2, Path("model"))
     options = {name: {spec.env["DISAGG_KV_SGLANG"] for spec in specs_of} for name, specs_of in made.items()}
     layers = {"strategy": "auto+layer_pipelined"}
