@@ -206,6 +206,8 @@ class Run:
                                 self.rounds.setdefault(name, {}).setdefault(in_flight, []).append(found)
             except ServingError as exc:
                 self.red.append(str(exc))
+            except KeyboardInterrupt:
+                self.red.append("interrupted")
 
     def _start(self, ends: ExitStack) -> dict[str, int]:
         """The routers' ports."""
