@@ -195,7 +195,7 @@ def test_layers_are_sent_while_others_are_computed(
     With ``overlap`` a pass begins before SGLang has reported the rows of the last one.
 
     When SGLang reports the rows of a pass, most of its bytes have been sent. Of requests with one prompt, SGLang's
-    radix cache keeps the rows of one; those of the others are sent while it would free them.
+    radix cache keeps the rows of one, and frees those of the others only once they have been sent.
     """
     environment = LAYERED | ({"SGLANG_CPU_SHARED": "1"} if path == "mapped" else {})
     options = {"verify": "full"}
@@ -224,8 +224,8 @@ def test_layers_are_sent_while_others_are_computed(
     for tokens, first, second in asked:
         first.result()
         assert second.result()["output_ids"] == tokens_of(tokens)
-    if overlap:  # two passes have the same rows before the cache has those of the first one
-        assert prefill.logged("rows that the radix cache has twice")
+    assert prefill.logged("rows that the radix cache has twice")
+    assert not prefill.logged("its pages are free while it is sent")
     all_free(prefill, decode)
     early = early_bytes(prefill)
     rank = ROW_BYTES // prefill_tp
@@ -320,6 +320,7 @@ def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf, laye
             assert answer["output_ids"] == tokens_of(tokens)
     assert kept > 20
     all_free(prefill, decode)
+    assert not prefill.logged("its pages are free while it is sent")
 
 
 def test_prefill_is_killed_and_started_again(servers: Start, tokens_of: TokensOf) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,8 +77,6 @@ class Server:
         self.total, self.latent = 1 if latent else heads, latent
         self.planes = 1 if latent else 2
         self.free = list(range(pages - 1, 0, -1))
-        self.tree: dict[tuple[int, ...], int] = {}
-        """Of prefill: the pages of its radix cache, by the tokens up to their ends. Nothing is evicted."""
         self.rows = list(range(ROWS))
         self.sides: list[Side] = []
         self.caches: list[list[npt.NDArray[np.uint16]]] = []
@@ -134,22 +131,17 @@ class Server:
     def give_back(self, request: Request, keep: int = 0) -> None:
         """Free the pages after the first ``keep``, and overwrite them."""
         pages, request.pages = request.pages[keep:], request.pages[:keep]
-        pages = [page for page in pages if page not in self.tree.values()]
         assert not set(pages) & set(self.free), "a page is freed twice"
-        for rank in range(self.tp):
-            self.overwrite(rank, pages)
+        for cache in self.caches:
+            for array in cache:
+                for page in pages:
+                    array[page * self.page : (page + 1) * self.page] = POISON
         self.free += pages
         if request.row >= 0:
             self.rows.append(request.row)
             for rows in self.metadata:
                 rows["room"][request.row] = 0
             request.row = -1
-
-    def overwrite(self, rank: int, pages: Sequence[int]) -> None:
-        """As others do with free pages."""
-        for array in self.caches[rank]:
-            for page in pages:
-                array[page * self.page : (page + 1) * self.page] = POISON
 
     def allocate(self, request: Request, tokens: int) -> bool:
         """Pages for the tokens."""
@@ -214,15 +206,13 @@ class Prefill(Server):
 
     Args:
         overlap: a pass is run before the results of the last one are processed.
-        radix: rows that are computed go to a radix cache, which frees those of a request that it has already.
         schedule: layers are sent while others are computed, by this schedule; None: rows are sent after each pass.
     """
 
-    def __init__(self, hub: Hub, name: str = "P", *, overlap: bool = False, radix: bool = False, **given: Any) -> None:
+    def __init__(self, hub: Hub, name: str = "P", *, overlap: bool = False, **given: Any) -> None:
         super().__init__(hub, name, prefill=True, **given)
         self.compares = True
-        self.overlap, self.radix = overlap, radix
-        self.freed: dict[int, set[int]] = {}
+        self.overlap = overlap
         self.passes: list[Passes] = []
         if given.get("schedule") is not None:
             self.passes = [Passes(side.endpoint) for side in self.sides if isinstance(side.endpoint, PrefillEndpoint)]
@@ -249,8 +239,6 @@ class Prefill(Server):
                 self.fail(request)
             elif state is Poll.WAITING_FOR_INPUT and self.rows:
                 self._finalize(request)
-        for request in self.waiting:
-            self._checkpoint(request, request.computed)
         batch = [one for one in self.waiting if self.allocate(one, len(one.tokens))]
         results, self.results = self.results, self._run(batch) if batch else []
         if not self.overlap:
@@ -270,26 +258,6 @@ class Prefill(Server):
             else:
                 continue
             self.inflight.remove(request)
-        assert not self.freed, "ranks free a page in turns of their own"
-
-    def _checkpoint(self, request: Request, stop: int) -> None:
-        """``checkpoint_disagg_prefill``, around which the plug-in keeps pages that would be freed."""
-        for number in range(stop // self.page if self.radix else 0):
-            own = request.pages[number]
-            has = request.pages[number] = self.tree.setdefault(tuple(request.tokens[: (number + 1) * self.page]), own)
-            if has != own:
-                for rank, room in enumerate(request.rooms):
-                    room.keep(partial(self._free_page, own, rank))
-
-    def _free_page(self, page: int, rank: int) -> None:
-        ranks = self.freed.setdefault(page, set())
-        assert rank not in ranks
-        assert page not in self.free
-        ranks.add(rank)
-        self.overwrite(rank, [page])
-        if len(ranks) == self.tp:
-            self.freed.pop(page)
-            self.free.append(page)
 
     def _finalize(self, request: Request) -> None:
         prefixes = {room.pop_decode_prefix_len() for room in request.rooms}
@@ -347,7 +315,6 @@ class Prefill(Server):
             for rows in self.metadata:
                 rows["token"][request.row, 0] = sum(request.tokens) % 1000
                 rows["room"][request.row, 0] = request.name
-            self._checkpoint(request, stop)
             self.inflight.append(request)
         self.send(request, stop, last=last)
 

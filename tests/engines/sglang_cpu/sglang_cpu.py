@@ -101,10 +101,14 @@ def attend_to_latents() -> None:
 
 
 def send_each_layer(seconds: float) -> None:
-    """A schedule ``each_layer``; layers that take longer; lines for what was sent early, and for pages kept longer."""
+    """A schedule ``each_layer``; layers that take longer; lines for what was sent early, and for pages freed early."""
     import logging
 
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.unified_cache.cache_action import FreeDeviceKV
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     from disagg_kv.engines.sglang.rooms import SenderRoom
     from disagg_kv.strategies import LayerPipelined, register
@@ -114,7 +118,8 @@ def send_each_layer(seconds: float) -> None:
         groups = LayerPipelined(fixed=1).groups
 
     register(EachLayer())
-    attend, send, keep = TorchNativeAttnBackend.forward_extend, SenderRoom.send, SenderRoom.keep
+    attend, send, upcoming = TorchNativeAttnBackend.forward_extend, SenderRoom.send, SenderRoom.upcoming
+    apply, sent = UnifiedRadixCache._apply_cache_action, dict[SenderRoom, set[int]]()
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
@@ -124,11 +129,35 @@ def send_each_layer(seconds: float) -> None:
         logging.getLogger("disagg_kv").info("room %s: %s bytes were sent early", self._number, self.report.nbytes)
         send(self, *args, **kwargs)
 
-    def kept(self: SenderRoom, free: Any) -> None:
-        logging.getLogger("disagg_kv").info("room %s: rows that the radix cache has twice", self._number)
-        keep(self, free)
+    def noted(self: SenderRoom, stop: int, pages: Any) -> Any:
+        made = upcoming(self, stop, pages)
+        if made is not None:
+            sent.setdefault(self, set()).update(pages.tolist())
+        return made
 
-    SenderRoom.keep = kept  # type: ignore[method-assign]
+    def watch(allocator: Any) -> None:
+        free = allocator.free_segment
+
+        def freed(self: Any, rows: Any, *, start_pos: int) -> None:
+            pages = set((rows // self.page_size).tolist())
+            for room, own in list(sent.items()):
+                if room._handle is None or room._handle.released:
+                    del sent[room]
+                elif pages & own:
+                    logging.getLogger("disagg_kv").error("room %s: its pages are free while it is sent", room._number)
+            free(self, rows, start_pos=start_pos)
+
+        allocator.free_segment = freed
+
+    def applied(self: Any, action: Any) -> None:
+        if isinstance(action, FreeDeviceKV):
+            logging.getLogger("disagg_kv").info("rows that the radix cache has twice are freed")
+        apply(self, action)
+
+    watch(PagedTokenToKVPoolAllocator)
+    watch(BaseTokenToKVPoolAllocator)
+    UnifiedRadixCache._apply_cache_action = applied
+    SenderRoom.upcoming = noted  # type: ignore[method-assign]
     TorchNativeAttnBackend.forward_extend = slowly
     SenderRoom.send = told  # type: ignore[method-assign]
 

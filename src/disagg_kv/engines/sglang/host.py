@@ -149,6 +149,7 @@ REASONS: Mapping[str, str] = {
     "load balancing of data-parallel ranks": "decode finds the rank of a request by follow_bootstrap_room alone",
     "data-parallel attention": "SGLang does not run it on CPUs, so no test has compared its tokens",
     "two-batch overlap with a strategy that sends layers": "each layer is computed in two parts",
+    "radix cache with a store of its own, with a strategy that sends layers": "it may free rows before they are sent",
     "diffusion models with a strategy that sends layers": "rows are computed several times",
     "data-parallel ranks on several nodes": "the bootstrap server takes descriptions from its own host alone",
     "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": "the bootstrap server has none",

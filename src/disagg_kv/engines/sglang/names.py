@@ -24,7 +24,8 @@ NAMES: Mapping[str, Sequence[str]] = {
         "ServerArgs.enable_pd_role_switch",
         "ServerArgs.disaggregation_decode_allocation_policy", "ServerArgs.json_model_override_args",
         "ServerArgs.revision", "ServerArgs.enable_memory_saver", "ServerArgs.allow_auto_truncate",
-        "ServerArgs.enable_two_batch_overlap", "ServerArgs.dllm_algorithm",
+        "ServerArgs.enable_two_batch_overlap", "ServerArgs.dllm_algorithm", "ServerArgs.enable_lmcache",
+        "ServerArgs.enable_flexkv", "ServerArgs.enable_unified_cache_external_linker", "ServerArgs.radix_cache_backend",
     ),
     "sglang.srt.disaggregation.utils": (
         "TransferBackend", "KVClassType.MANAGER", "KVClassType.SENDER", "KVClassType.RECEIVER",
@@ -50,6 +51,7 @@ WORDS: Mapping[str, Sequence[str]] = {
     "sglang.srt.disaggregation.prefill": (
         "_early_send_wait_event", "pop_decode_prefix_len", "should_send_kv_chunk", "failure_exception",
         "create_sender", "translate_kv_indices_for_transfer", "extend_end", "checkpoint_disagg_prefill",
+        "pending_bootstrap", "prefix_len",
     ),
     "sglang.srt.disaggregation.decode": (
         "transfer_queue", "deferred_kv_release_timeout", "enable_deferred_decode_kv_release", "abort_notified",
@@ -62,7 +64,6 @@ WORDS: Mapping[str, Sequence[str]] = {
         "return_logprob", "return_hidden_states", "return_sampling_mask", "multimodal_inputs", "input_embeds",
         "origin_input_ids", "disagg_kv_sender", "req_pool_idx", "forward_mode",
     ),
-    "sglang.srt.mem_cache.unified_radix_cache": ("token_to_kv_pool_allocator", "free_segment", "start_pos"),
     "sglang.srt.layers.attention.base_attn_backend": ("AttentionBackend", "forward", "layer"),
     "sglang.srt.sampling.sampling_params": ("custom_params",),
     "sglang.srt.managers.scheduler": (

@@ -103,7 +103,6 @@ class DisaggKVManager(BaseKVManager):
             HookRegistry.register(NEW_RECEIVER, _new_receiver, HookType.AROUND)
         elif self.side.passes is not None:
             HookRegistry.register(RUN_BATCH, partial(_with_layers, self.side.passes), HookType.AROUND)
-            HookRegistry.register(CHECKPOINT, _with_kept_pages, HookType.AROUND)
             HookRegistry.register(ATTENTION, partial(_with_layer, self.side.passes), HookType.AROUND)
         HookRegistry.apply_hooks()
 
@@ -157,6 +156,13 @@ def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SG
             "load balancing of data-parallel ranks": produces and count > 1 and not follows,
             "data-parallel attention": parallel.attn_dp_size > 1,
             "two-batch overlap with a strategy that sends layers": layers and server_args.enable_two_batch_overlap,
+            "radix cache with a store of its own, with a strategy that sends layers": layers
+            and (
+                server_args.enable_lmcache
+                or server_args.enable_flexkv
+                or server_args.enable_unified_cache_external_linker
+                or server_args.radix_cache_backend is not None
+            ),
             "diffusion models with a strategy that sends layers": layers and server_args.dllm_algorithm is not None,
             "data-parallel ranks on several nodes": produces and count > 1 and parallel.nnodes > 1,
             "query of data-parallel ranks (SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK)": (
@@ -283,20 +289,17 @@ def _pages(scheduler: Any, page: int, rows: Sequence[tuple[Any, int]]) -> Sequen
     return np.split((every // page).cpu().numpy(), np.cumsum([len(one) for one in slots[:-1]]))
 
 
-def _with_kept_pages(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Around the insertion of a prefill request's rows into the radix cache.
+def _published_later(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Around the insertion of a prefill request's rows into the radix cache, after each of its passes.
 
-    SGLang frees those that the cache has already, as layers of them may still be sent.
+    Of rows that the cache has already it frees the request's own ones, of which layers may still be sent. So it gets
+    them when SGLang releases the request. Its next pass begins where this one ended, as of one that SGLang keeps out.
     """
-    allocator, sender = scheduler.token_to_kv_pool_allocator, request.disagg_kv_sender
-    if not isinstance(sender, DisaggKVSender):
+    sender = request.disagg_kv_sender
+    if not isinstance(sender, DisaggKVSender) or sender.kv_mgr.side.passes is None or request.pending_bootstrap:
         return original(scheduler, request)
-    free = allocator.free_segment
-    allocator.free_segment = lambda rows, *, start_pos: sender.keep(partial(free, rows.clone(), start_pos=start_pos))
-    try:
-        return original(scheduler, request)
-    finally:
-        del allocator.free_segment
+    request.prefix_len = request.extend_end
+    return None
 
 
 def _with_layer(
@@ -380,3 +383,4 @@ def register_backend() -> None:
     for queue in NEW_MANAGER:
         HookRegistry.register(queue, _with_runner, HookType.AROUND)
     HookRegistry.register(NEW_SENDER, _with_request, HookType.AROUND)
+    HookRegistry.register(CHECKPOINT, _published_later, HookType.AROUND)

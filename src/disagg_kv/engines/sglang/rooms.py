@@ -165,7 +165,6 @@ class Room:
         """SGLang forgets the request."""
         if self._handle is not None and self._handle.phase not in (Phase.DONE, Phase.FAILED):
             self.abort()
-        self._settle()
 
     def _lost(self) -> None:
         """The other side was lost, or another process is at its address."""
@@ -193,8 +192,6 @@ class SenderRoom(Room):
         self._sent = 0
         self._stop = 0
         self._aux: int | None = None
-        self._kept: list[Callable[[], None]] = []
-        self._keeps = False
         if self._error is None:
             self._attempt(self._open)
 
@@ -225,9 +222,9 @@ class SenderRoom(Room):
         A second call: SGLang has retracted the request, and computes it again in other pages.
         """
         if self._stop and self._handle is not None:
-            self._attempt(self._handle.withdraw().synchronize)
-        self._free_kept()
-        self._pages, self._aux, self._sent, self._stop, self._keeps = num_kv_indices, aux_index, 0, 0, True
+            handle = self._handle
+            self._attempt(lambda: handle.withdraw().synchronize())
+        self._pages, self._aux, self._sent, self._stop = num_kv_indices, aux_index, 0, 0
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         """Whether there is anything to send: the last chunk has the metadata row, even without pages."""
@@ -265,26 +262,6 @@ class SenderRoom(Room):
     def announced(self, stop: int) -> None:
         """The rows up to ``stop`` are sent as their layers are computed; :meth:`send` need not send them again."""
         self._stop = stop
-
-    def keep(self, free: Callable[[], None]) -> None:
-        """SGLang's radix cache has some of the request's rows twice: free its own once nothing sends them.
-
-        That is when SGLang has seen that the request ended, or ends it: all ranks do so in one turn, and have to free
-        the same pages in it.
-        """
-        if self._keeps:
-            self._kept.append(free)
-        else:
-            free()
-
-    def _free_kept(self) -> None:
-        kept, self._kept, self._keeps = self._kept, [], False
-        for free in kept:
-            free()
-
-    def _settle(self) -> None:
-        super()._settle()
-        self._free_kept()
 
     def send(
         self, kv_indices: I32, state_indices: Sequence[Any] | None = None, num_kv_tokens: int | None = None
