@@ -167,8 +167,8 @@ def client(router: int, given: argparse.Namespace, in_flight: int, seed: int) ->
     try:
         with contextlib.redirect_stdout(said):
             serving.cli_main()
-    except SystemExit as exc:
-        raise ServingError(f"the client ended with {exc.code}: {said.getvalue()[-2000:]}") from exc
+    except (SystemExit, ValueError) as exc:
+        raise ServingError(f"the client ended with {exc}: {said.getvalue()[-2000:]}") from exc
     finally:
         sys.argv = before
     found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])

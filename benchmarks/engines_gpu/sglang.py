@@ -114,6 +114,8 @@ def environment(gpus: Sequence[int], source: Path) -> dict[str, str]:
         "HOST_IP": "127.0.0.1",
         # The archive of pack_sglang.py has a kernel package for the PyTorch of the host.
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        # The other one, in Rust, is built for a newer PyTorch as well, and ends the process.
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
         **shared,
