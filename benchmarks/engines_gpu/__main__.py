@@ -70,8 +70,9 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
     if given.engine == "sglang":
         pairs = sglang.pairs_of(given.topology, names, given.other)
         started = sglang.specs(
-            pairs, given.topology, given.block, len(gpus.names), given.model, json.loads(given.args or "{}")
-        )
+            pairs, given.topology, given.block, len(gpus.names), given.model, json.loads(given.args or "{}"),
+            share=given.share,
+        )  # fmt: skip
     else:
         pairs = pairs_of(given.topology, names, given.other)
         started = specs(pairs, given.topology, given.block, len(gpus.names), given.model)
@@ -105,6 +106,7 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
         "pairs": [pair.name for pair in pairs],
         "gpu_of": {one.name: one.env["CUDA_VISIBLE_DEVICES"] for all_of in started.values() for one in all_of},
         "limit_s": given.limit_s,
+        "share": given.share,
     }
     name = "sglang" if given.engine == "sglang" else "engines"
     file = given.out / f"{name}_{given.topology}_{given.block}.json"
@@ -139,6 +141,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--topology", choices=list(TOPOLOGIES), required=True)
     run.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     run.add_argument("--block", type=int, choices=sorted({*BLOCKS, *sglang.PAGES}), required=True, help="or page size")
+    run.add_argument("--share", action="store_true", help="all ranks of SGLang on one GPU, see one_gpu.py")
     run.add_argument("--args", help="JSON: more arguments of SGLang's instances")
     run.add_argument("--out", type=Path, required=True, help="folder of the document")
     run.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "llama"))

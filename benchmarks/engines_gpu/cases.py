@@ -33,7 +33,13 @@ Connector = Literal["ours", "nixl", "push", "mooncake", "none"]
 Engine = Literal["vllm", "sglang"]
 Order = Literal["after prefill", "at once"]
 
-TOPOLOGIES: Mapping[str, tuple[int, int]] = {"1to1": (1, 1), "2to1": (2, 1), "1to2": (1, 2), "2to2": (2, 2)}
+TOPOLOGIES: Mapping[str, tuple[int, int]] = {
+    "1to1": (1, 1),
+    "2to1": (2, 1),
+    "1to2": (1, 2),
+    "2to2": (2, 2),
+    "4to1": (4, 1),
+}
 """Tensor-parallel sizes of prefill and decode."""
 
 BLOCKS = (16, 64, 128)
@@ -50,6 +56,9 @@ CACHE_TOKENS = 72_000
 """What the cache of an instance holds: 16 prompts in flight, and some whose blocks are about to be freed."""
 
 FIRST_PORT = 5600
+
+SHARED = "ENGINES_GPU_SHARED"
+"""Where this variable is set, all ranks of an instance of SGLang have one GPU."""
 
 
 @frozen

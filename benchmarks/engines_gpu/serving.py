@@ -189,10 +189,15 @@ class Run:
 
     def all(self) -> None:
         """Start, warm up, measure; kill all servers whatever happens."""
+        began, longest = time.monotonic(), 0.0
         with ExitStack() as ends:
             try:
                 routers = self._start(ends)
                 for number in range(-1, self.given.reps):
+                    round_began = time.monotonic()
+                    if number > 0 and round_began - began + longest > self.given.limit_s:
+                        print(f"{number} of {self.given.reps} rounds", flush=True)
+                        break
                     for in_flight in IN_FLIGHT:
                         names = list(routers)
                         for name in names[::-1] if number % 2 else names:
@@ -204,6 +209,7 @@ class Run:
                                 self.red.append(f"{name}, {in_flight} in flight: {found['completed']} requests")
                             if number >= 0:
                                 self.rounds.setdefault(name, {}).setdefault(in_flight, []).append(found)
+                    longest = max(longest, time.monotonic() - round_began)
             except ServingError as exc:
                 self.red.append(str(exc))
             except KeyboardInterrupt:
@@ -302,6 +308,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=24, help="of a round")
     parser.add_argument("--turns", type=int, default=1, help="requests of a conversation")
     parser.add_argument("--logs", type=Path, help="folder of the servers' logs, if not that of the document")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="no round begins that would end later")
     parser.add_argument("--reps", type=int, default=4, help="rounds, after one that warms up")
     return parser.parse_args(argv)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from attrs import evolve
 
-from .cases import CACHE_TOKENS, ROOT, SOURCE, Order, Pair, Spec, places, shared_environment
+from .cases import CACHE_TOKENS, ROOT, SHARED, SOURCE, TOPOLOGIES, Order, Pair, Spec, places, shared_environment
 
 PAGES = (1, 16, 64)
 FIRST_PORT = 21_000
@@ -124,17 +124,30 @@ def environment(gpus: Sequence[int], source: Path) -> dict[str, str]:
 
 
 def specs(
-    pairs: Sequence[Pair], topology: str, page: int, gpus: int, model: Path, more: Mapping[str, Any] | None = None
+    pairs: Sequence[Pair],
+    topology: str,
+    page: int,
+    gpus: int,
+    model: Path,
+    more: Mapping[str, Any] | None = None,
+    *,
+    share: bool = False,
 ) -> dict[str, tuple[Spec, ...]]:
-    """Prefill and decode of each pair, by the pair's name; ``more`` are arguments of all instances."""
+    """Prefill and decode of each pair, by the pair's name.
+
+    ``more`` are arguments of all instances; with ``share`` all ranks have the first GPU.
+    """
     made: dict[str, tuple[Spec, ...]] = {}
     taken = 0
+    placed = ((0,), (0,)) if share else places(topology, gpus)
+    sizes = TOPOLOGIES[topology]
+    common = {SHARED: "1", "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"} if share else {}
     for pair in pairs:
         bootstrap, both = FIRST_PORT + STEP * taken, []
-        for role, place in zip(("prefill", "decode"), places(topology, gpus), strict=True):
+        for role, place, tp in zip(("prefill", "decode"), placed, sizes, strict=True):
             port = FIRST_PORT + STEP * taken
             taken += 1
-            args = {**engine_args(page, len(place)), "port": port + 100, "nccl_port": port + 400, **(more or {})}
+            args = {**engine_args(page, tp), "port": port + 100, "nccl_port": port + 400, **(more or {})}
             if pair.connector != "none":
                 backend = "disagg_kv" if pair.connector == "ours" else pair.connector
                 args |= {
@@ -144,7 +157,7 @@ def specs(
                 }
             config = {"model": str(model), "args": args, "bootstrap_port": bootstrap}
             options = {"DISAGG_KV_SGLANG": json.dumps(dict(pair.options))} if pair.options else {}
-            env = {**environment(place, pair.source), **options, **pair.env}
+            env = {**environment(place, pair.source), **common, **options, **pair.env}
             both.append(Spec(f"{pair.name}-{role}", config, env))
         made[pair.name] = tuple(both[:1] if pair.connector == "none" else both)
     return made

@@ -25,6 +25,7 @@ from benchmarks.engines_gpu.cases import (
     LOADS,
     PAIRS,
     PEERS,
+    SHARED,
     TOPOLOGIES,
     Mode,
     modes_of,
@@ -62,8 +63,8 @@ def run(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_each_rank_has_a_gpu_and_some_bytes_cross_between_gpus(topology: str, gpus: int) -> None:
     prefill, decode = TOPOLOGIES[topology]
-    if topology == "2to2" and gpus == 2:
-        with pytest.raises(ValueError, match="2to2 needs 4 GPUs, and there are 2"):
+    if prefill + decode > 3 and gpus == 2:
+        with pytest.raises(ValueError, match=f"{topology} needs 4 GPUs, and there are 2"):
             places(topology, gpus)
         return
     of_prefill, of_decode = places(topology, gpus)
@@ -370,6 +371,18 @@ def test_pairs_of_sglang_over_a_slow_wire_are_asked_for(monkeypatch: pytest.Monk
     found = transport("wire")
     assert found.caps.bytes_per_s == slow_wire.BYTES_PER_S
     found.close(0.0)
+
+
+def test_ranks_may_share_a_gpu() -> None:
+    """Their number is that of the topology."""
+    made = sglang.specs(sglang.pairs_of("4to1"), "4to1", 16, 1, Path("model"), share=True)
+    for prefill, *decode in made.values():
+        assert prefill.config["args"]["tp_size"] == 4
+        assert [one.config["args"]["tp_size"] for one in decode] == [1] * len(decode)
+        assert {one.env["CUDA_VISIBLE_DEVICES"] for one in (prefill, *decode)} == {"0"}
+        assert prefill.env[SHARED] == "1"
+    plain = sglang.specs(sglang.pairs_of("1to1"), "1to1", 16, 1, Path("model"))
+    assert SHARED not in plain["ours"][0].env
 
 
 def test_lengths_may_be_given(tmp_path: Path) -> None:

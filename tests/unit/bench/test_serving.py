@@ -82,6 +82,13 @@ def test_other_texts_and_requests_that_fail_are_red(tmp_path: Path) -> None:
     assert found["red"] == ["ours, 8 in flight: 5 requests"] * 2 + ["ours: 0 of 12 texts"]
 
 
+def test_a_run_ends_within_its_limit(tmp_path: Path) -> None:
+    """After one round that counts, at least."""
+    found = run(tmp_path, lambda router, given, in_flight, seed: report(given), "--limit-s", "0", "--pairs", "ours")
+    assert found["ok"]
+    assert found["rounds"]["ours"]["8"]["median_ttft_ms"] == [2.0]
+
+
 def test_servers_of_ours_that_end_are_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "command", lambda spec, cpu: [sys.executable, "-c", "raise SystemExit('no GPU')"])
     found = run(tmp_path, None)
