@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.engines_gpu import serving
+from benchmarks.engines_gpu import serving, sglang
 from benchmarks.engines_gpu.cases import Spec
 from benchmarks.engines_gpu.model import write_tokenizer
 from benchmarks.engines_gpu.serving import IN_FLIGHT, KEPT, Run, arguments, document, shown, words
@@ -26,7 +27,11 @@ def report(given: argparse.Namespace, **other: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that have nothing but what says that they run; those of ``mooncake`` end."""
+    """Servers that have nothing but what says that they run; those of ``mooncake`` end. Each worker has its ports."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    monkeypatch.setattr(serving, "FIRST_ROUTER", 23_000 + 20 * worker)
+    monkeypatch.setattr(sglang, "FIRST_PORT", 24_000 + 200 * worker)
+    monkeypatch.setattr(sglang, "STEP", 20)
     for name in ("model_info", "openapi.json"):
         (tmp_path / name).write_text("{}")
 
