@@ -65,6 +65,7 @@ def install() -> None:
     from sglang.srt.entrypoints import engine  # type: ignore[import-not-found, unused-ignore]
 
     begin, new = torch.distributed.init_process_group, torch.distributed.new_group
+    coordinate = GroupCoordinator.__init__
     made: dict[Any, Shared] = {}
 
     def of(group: Any, tensor: Tensor) -> Shared:
@@ -88,5 +89,6 @@ def install() -> None:
 
     torch.distributed.init_process_group = lambda **given: begin(**given | {"backend": "gloo", "pg_options": None})
     torch.distributed.new_group = lambda ranks, **given: new(ranks, **given | {"backend": "gloo", "pg_options": None})
+    GroupCoordinator.__init__ = lambda group, **given: coordinate(group, **given | {"use_pynccl": False})
     GroupCoordinator.all_reduce, GroupCoordinator.all_gather_into_tensor = all_reduce, all_gather_into_tensor
     engine.maybe_reindex_device_id = first
