@@ -17,7 +17,7 @@ from attrs import Factory, define, field, frozen
 
 from .cases import ROOT, Mode, Pair, Spec
 
-ASK_S = 20.0
+ASK_S = 60.0
 """An instance that has not answered by then has failed."""
 
 LOG_LINES = 3
