@@ -8,7 +8,7 @@ from attrs import frozen
 
 from benchmarks import cpu_tables, fleet_tables, gpu_tables, mapped_tables
 from benchmarks.engine_tables import sglang, vllm, wrong
-from benchmarks.engines_gpu import beside, sglang_tables, tables, trace, turns
+from benchmarks.engines_gpu import beside, serving, sglang_tables, tables, trace, turns
 from benchmarks.engines_gpu.tables import all_modes, ratios
 from benchmarks.tables import Found
 
@@ -126,6 +126,36 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "strategy `auto+layer_pipelined`. One round of each load.",
             "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) LIMIT_S=185 OPTIONS='--lengths 1024,4096,16384 "
             "--pairs ours,layered,wire,wire-layered,alone --reps 8 --rounds 1' benchmarks/engines_gpu/go.sh 1to1:64",
+        ),
+        "h200_sglang_layers_one.json": Entry(
+            "The same with both servers on one H200",
+            sglang_tables.layers,
+            "Prefill has its radix cache. Copies, and the model, share one GPU.",
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) LIMIT_S=200 OPTIONS='--lengths 4096 --pairs "
+            'ours,layered,wire,wire-layered,alone --reps 6 --rounds 4 --args {"disable_radix_cache":false}\' '
+            "benchmarks/engines_gpu/go.sh 1to1:64",
+        ),
+        "h200_sglang_http.json": Entry(
+            "SGLang over HTTP, both servers on one H200",
+            serving.shown,
+            "SGLang's benchmark client, and our router before a prefill and a decode server of each backend. Prompts "
+            "have 4,096 tokens, answers 32, and each further turn 256 more; in conversations all servers have a radix "
+            "cache, but for decode of *whole*. All texts of requests that were alone are those of `nixl`, but for "
+            "*whole*, where prefill computes answers anew. A run of conversations was cut off in round three.",
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) OPTIONS='--reps 3 --requests 20' "
+            "benchmarks/engines_gpu/go.sh serving:64; "
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) OPTIONS='--turns 4 --reps 3 --requests 6 "
+            "--pairs ours,whole,nixl,mooncake' benchmarks/engines_gpu/go.sh serving:64; "
+            "python -m benchmarks.engines_gpu.serving --out results --merge results/serving*.json",
+        ),
+        "h200_sglang_shared.json": Entry(
+            "SGLang's ranks on one H200",
+            tables.of_run,
+            "TP 4->1, which NCCL refuses on one GPU: sums go through memory that the ranks share. The tokens are those "
+            "of `nixl` with SGLang's staging buffer. Ranks take turns on the GPU, so times say nothing of transfers.",
+            "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) LIMIT_S=88 OPTIONS='--share --pairs "
+            'ours,nixl-staging,alone --lengths 512,4096 --reps 5 --rounds 0 --args {"disable_cuda_graph":true}\' '
+            "benchmarks/engines_gpu/go.sh 4to1:16",
         ),
         "h200_sglang.json": Entry(
             "SGLang on two H200s",

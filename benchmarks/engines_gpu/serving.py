@@ -42,6 +42,7 @@ from . import sglang
 from .__main__ import Gpus, settings, software
 from .cases import ROOT, Spec
 from .model import write_tokenizer
+from .tables import runs
 from .turns import START_S, parser_of
 
 IN_FLIGHT = (1, 8)
@@ -286,22 +287,37 @@ def document(run: Run, gpus: Gpus | None) -> dict[str, Any]:
     }
 
 
+def merged(documents: Sequence[Found]) -> dict[str, Any]:
+    """One document of several runs on one host; each keeps its commit."""
+    shared = ("command", "versions", "gpus", "driver", "settings")
+    own = [{key: value for key, value in one.items() if key not in shared} for one in documents]
+    return {"commit": documents[-1]["commit"], **{name: documents[-1][name] for name in shared}, "runs": own}
+
+
 def shown(found: Found) -> str:
-    """A row of each pair and number of requests in flight."""
-    rows = [["backend", "in flight", "requests/s", "first token, ms, p50 / p99", "between tokens, ms, p50 / p99"]]
-    for name, many in found["rounds"].items():
-        for count, of in many.items():
-            each = {key: median(values) for key, values in of.items()}
-            first, between = (
-                f"{each[f'median_{one}_ms']:.1f} / {each[f'p99_{one}_ms']:.1f}" for one in ("ttft", "itl")
-            )
-            rows.append([name, count, f"{each['request_throughput']:.2f}", first, between])
+    """A row of each kind of requests, number of them in flight, and pair; the rounds of several runs are one."""
+    rows = [
+        ["requests", "in flight", "backend", "requests/s", "first token, ms, p50 / p99", "between tokens, p50 / p99"]
+    ]
+    pooled: dict[tuple[int, str, str], dict[str, list[float]]] = {}
+    for run in runs(found):
+        for name, many in run["rounds"].items():
+            for count, of in many.items():
+                every = pooled.setdefault((run["turns"], count, name), {})
+                for key, values in of.items():
+                    every.setdefault(key, []).extend(values)
+    for (turns, count, name), of in sorted(pooled.items(), key=lambda one: one[0][:2]):
+        each = {key: median(values) for key, values in of.items()}
+        first, between = (f"{each[f'median_{one}_ms']:.1f} / {each[f'p99_{one}_ms']:.1f}" for one in ("ttft", "itl"))
+        rate = f"{each['request_throughput']:.2f} ({len(of['request_throughput'])} rounds)"
+        rows.append(["single" if turns == 1 else f"{turns} turns", count, name, rate, first, between])
     return table(rows)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Of the command line."""
     parser = parser_of(__doc__)
+    parser.add_argument("--merge", type=Path, nargs="+", help="documents of several runs: print one of all")
     parser.add_argument("--pairs", default="ours,nixl,mooncake", help="names of benchmarks/engines_gpu/sglang.py")
     parser.add_argument("--tokens", type=int, default=4096, help="of a prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens of an answer")
@@ -316,6 +332,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module."""
     given = arguments(argv)
+    if given.merge:
+        print(json.dumps(merged([json.loads(file.read_text()) for file in given.merge])))
+        return 0
     gpus = None if given.cpu else Gpus.here()
     write_tokenizer(given.model)
     os.environ |= {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # the client imports SGLang, too

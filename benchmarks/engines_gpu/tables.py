@@ -56,7 +56,7 @@ def of_run(run: Found) -> str:
     said += f", {max((len(one['requests_per_s']) for one in run['loads']), default=0)} rounds of each load."
     said += f" First contact failed once: {'; '.join(run['retried'])}." if run["retried"] else ""
     said += "" if run["ok"] else f" **Red:** {'; '.join(run['red'])}."
-    parts = [said, table(_alone(run)), table(_loaded(run)), table(_ratios(run))]
+    parts = [said, table(_alone(run)), *([table(_loaded(run)), table(_ratios(run))] if run["loads"] else [])]
     return "\n\n".join(parts)
 
 

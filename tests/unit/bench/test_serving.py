@@ -73,7 +73,18 @@ def test_rounds_of_all_pairs(tmp_path: Path) -> None:
     assert len(asked) == len(routers) * len(rounds) == len({*asked})
     assert {name: {count: len(of["median_ttft_ms"]) for count, of in many.items()} for name, many in
             found["rounds"].items()} == {name: {"1": 2, "8": 2} for name in PAIRS}  # fmt: skip
-    assert shown(found).splitlines()[2] == "| ours | 1 | 2.00 | 2.0 / 2.0 | 2.0 / 2.0 |"
+    assert shown(found).splitlines()[2] == "| single | 1 | ours | 2.00 (2 rounds) | 2.0 / 2.0 | 2.0 / 2.0 |"
+
+
+def test_rounds_of_several_runs_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, lambda router, given, in_flight, seed: report(given), "--pairs", "ours", "--turns", "2")
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file in files:
+        file.write_text(json.dumps(found))
+    capsys.readouterr()
+    assert serving.main(["--out", str(tmp_path), "--merge", *map(str, files)]) == 0
+    rows = shown(json.loads(capsys.readouterr().out)).splitlines()
+    assert rows[2:] == [f"| 2 turns | {count} | ours | 2.00 (4 rounds) | 2.0 / 2.0 | 2.0 / 2.0 |" for count in (1, 8)]
 
 
 def test_other_texts_and_requests_that_fail_are_red(tmp_path: Path) -> None:
