@@ -408,6 +408,21 @@ def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server
     all_free(plain[1])
 
 
+def test_sglangs_benchmark_client_is_served(model: Path, tmp_path: Path) -> None:
+    """Conversations over OpenAI's API, through the router: all requests are answered."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in model.iterdir():
+        (copy / file.name).symlink_to(file)
+    run = (sys.executable, "-W", "ignore", "-m", "benchmarks.engines_gpu.serving", "--cpu", "--pairs", "ours")
+    given = {"model": copy, "block": 16, "tokens": 60, "answer": 8, "requests": 5, "turns": 3, "reps": 1}
+    options = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+    subprocess.run([*run, *options, "--out", str(tmp_path)], cwd=ROOT, env=on_cpu(), check=True)
+    found = json.loads((tmp_path / "serving.json").read_text())
+    assert (found["ok"], found["equal"], found["left_out"]) == (True, {"ours": 15}, [])
+    assert {len(of["request_throughput"]) for of in found["rounds"]["ours"].values()} == {1}
+
+
 @pytest.mark.parametrize(
     ("options", "args", "message"),
     [
