@@ -26,9 +26,9 @@ SGLANG = ROOT / ".nox" / "sglang"
 SGLANG_IMPORTS = (
     "transformers==5.19.0", "tokenizers==0.23.2", "xgrammar==0.2.7", "compressed-tensors==0.18.0", "openai==2.8.0",
     "IPython", "aiohttp", "attrs", "cloudpickle", "datasets==5.2.0", "dill", "distro", "einops", "fastapi",
-    "gguf", "interegular", "jsonschema", "llguidance", "msgspec", "numpy", "orjson", "packaging", "partial_json_parser", "pillow",
-    "prometheus-client", "psutil", "pybase64", "pydantic", "python-dateutil", "python-multipart", "pyzmq", "regex",
-    "requests", "rich", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tqdm", "typer", "uvicorn",
+    "gguf", "interegular", "jsonschema", "llguidance", "msgspec", "numpy", "orjson", "packaging", "partial_json_parser",
+    "pillow", "prometheus-client", "psutil", "pybase64", "pydantic", "python-dateutil", "python-multipart", "pyzmq",
+    "regex", "requests", "rich", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tqdm", "typer", "uvicorn",
     "uvloop", "watchfiles", "xxhash", "zstandard",
 )  # fmt: skip
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
