@@ -28,8 +28,8 @@ SGLANG_IMPORTS = (
     "IPython", "aiohttp", "attrs", "cloudpickle", "datasets==5.2.0", "dill", "distro", "einops", "fastapi",
     "gguf", "interegular", "jsonschema", "llguidance", "msgspec", "numpy", "orjson", "packaging", "partial_json_parser",
     "pillow", "prometheus-client", "psutil", "pybase64", "pydantic", "python-dateutil", "python-multipart", "pyzmq",
-    "regex", "requests", "rich", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tqdm", "typer", "uvicorn",
-    "uvloop", "watchfiles", "xxhash", "zstandard",
+    "regex", "requests", "rich", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tqdm", "typer",
+    "uvicorn", "uvloop", "watchfiles", "xxhash", "zstandard",
 )  # fmt: skip
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 # The extra "nixl" means the package of that name, which brings NIXL for CUDA 12 and for CUDA 13: 470 MB. Either of the
