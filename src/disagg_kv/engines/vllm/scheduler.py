@@ -79,6 +79,7 @@ class Queued:
 
     origin: Origin
     since: float
+    tag: bytes | None
     said: bool = False
 
 
@@ -139,7 +140,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get(REMOTE_PREFILL) and self._consumes:
             try:
-                self._queued[request.request_id] = Queued(Origin.of(params), self._clock())
+                self._queued[request.request_id] = Queued(Origin.of(params), self._clock(), tag_of(request))
             except RemoteProtocolError as exc:
                 log.warning("request %s: %s", request.request_id, exc)
         if params.get(REMOTE_DECODE) and self._produces:
@@ -245,19 +246,23 @@ class SchedulerSide:
             return 0, False
         sent = request.num_prompt_tokens - self._left_out
         lacking = sent - computed
-        if lacking <= 0 or self._outruns(sent, computed) or tag_of(request) is None:
+        tag = self._tag(request)
+        if lacking <= 0 or self._outruns(sent, computed) or tag is None:
             return 0, False
-        if self._is_sibling(request):
+        if self._is_sibling(request, tag):
             log.warning("request %s computes its prompt: another request has loaded its transfer", request.request_id)
             return 0, False
         return lacking, True
 
-    def _is_sibling(self, request: EngineRequest) -> bool:
+    def _tag(self, request: EngineRequest) -> bytes | None:
+        """VLLM asks about a request that waits for blocks in each step."""
+        queued = self._queued.get(request.request_id)
+        return tag_of(request) if queued is None else queued.tag
+
+    def _is_sibling(self, request: EngineRequest, tag: bytes | None) -> bool:
         """Whether another request of this prompt has the transfer: vLLM makes several of one with ``n`` > 1."""
-        given, tag = (request.kv_transfer_params or {}).get("transfer_id"), tag_of(request)
-        if not isinstance(given, str) or tag is None:
-            return False
-        return self._has_loaded(given, tag, request.request_id)
+        given = (request.kv_transfer_params or {}).get("transfer_id")
+        return isinstance(given, str) and tag is not None and self._has_loaded(given, tag, request.request_id)
 
     def _has_loaded(self, transfer: str, tag: bytes, but: str) -> bool:
         """Whether another request than ``but`` has had a transfer."""
@@ -287,10 +292,11 @@ class SchedulerSide:
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return
         params[REMOTE_PREFILL] = False  # vLLM calls again once the rows are there
+        tag = self._tag(request)
         self._leave(name)
-        if not self._is_sibling(request):
+        if not self._is_sibling(request, tag):
             sent = request.num_prompt_tokens - self._left_out
-            self._await(name, partial(Origin.of, params), sent, blocks, lacking, tag_of(request))
+            self._await(name, partial(Origin.of, params), sent, blocks, lacking, tag)
 
     def _await(
         self,
@@ -377,8 +383,8 @@ class SchedulerSide:
             log.warning("request %s: %s", name, exc)
             return False, None
         tokens = min(len(request._all_token_ids) - 1, request.num_computed_tokens)
-        answered = request.status.name in ANSWERED and not self._is_sibling(request)
-        if not seconds or not self._produces or self._overwrites or self._lossy or not answered or tokens < 1:
+        holds = self._produces and not self._overwrites and not self._lossy and request.status.name in ANSWERED
+        if not seconds or not holds or tokens < 1 or self._is_sibling(request, tag_of(request)):
             return False, None
         tag, stop = tag_of(request, tokens), rows(tokens, self._groups[0], whole=True)
         if tag is None:
@@ -442,7 +448,7 @@ class SchedulerSide:
         VLLM announces a request that it has rejected by a stand-in with another prompt, so the tag is not compared.
         """
         params = request.kv_transfer_params or {}
-        if not params.get(REMOTE_PREFILL) or not self._consumes or self._is_sibling(request):
+        if not params.get(REMOTE_PREFILL) or not self._consumes or self._is_sibling(request, tag_of(request)):
             return
         params[REMOTE_PREFILL] = False
         try:

@@ -234,6 +234,24 @@ def test_what_decode_lacks_is_awaited(computed: int, expected: tuple[int, bool])
     assert side().matched_tokens(remote(), computed) == expected
 
 
+def test_a_prompt_is_hashed_once_however_long_it_waits_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM asks in each step what such a request lacks."""
+    hashed: list[str] = []
+
+    def counted(request: Request) -> bytes | None:
+        hashed.append(request.request_id)
+        return tag_of(request)
+
+    monkeypatch.setattr(scheduler, "tag_of", counted)
+    one, request = side(), remote()
+    one.on_new_request(request)
+    assert {one.matched_tokens(request, 0) for _ in range(50)} == {(10, True)}
+    one.on_allocated(request, ([7, 8, 9],), 10)
+    work = one.build({}, BlockTables({"d"}, {"d": ([7, 8, 9],)}))
+    assert work.loads["d"].tag == prompt_tag(prompt(10))
+    assert hashed == ["d"]
+
+
 @pytest.mark.parametrize(
     ("group", "lacking", "stop", "pages", "held"),
     [
