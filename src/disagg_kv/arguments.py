@@ -99,6 +99,16 @@ def count(
     return number
 
 
+def _items(value: object, name: str, kind: str, error: type[ConfigurationError]) -> tuple[object, ...]:
+    needed = f"a list of {kind} is needed"
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        raise wrong(name, value, needed, error)
+    try:
+        return tuple(value.tolist() if isinstance(value, np.ndarray) else value)
+    except Exception as exc:
+        raise wrong(name, value, needed, error) from exc
+
+
 def counts(
     value: object, name: str, *, least: int = 0, error: type[ConfigurationError] = ConfigurationError
 ) -> tuple[int, ...]:
@@ -107,13 +117,7 @@ def counts(
     Raises:
         ConfigurationError: (or ``error``) no iterable, or an invalid item.
     """
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
-        raise wrong(name, value, "a list of integers is needed", error)
-    try:
-        items = tuple(value.tolist() if isinstance(value, np.ndarray) else value)
-    except Exception as exc:
-        raise wrong(name, value, "a list of integers is needed", error) from exc
-    return tuple(count(item, name, least=least, error=error) for item in items)
+    return tuple(count(item, name, least=least, error=error) for item in _items(value, name, "integers", error))
 
 
 def reals(value: object, name: str, error: type[ConfigurationError] = ConfigurationError) -> tuple[float, ...]:
@@ -122,14 +126,8 @@ def reals(value: object, name: str, error: type[ConfigurationError] = Configurat
     Raises:
         ConfigurationError: (or ``error``) no iterable, or an invalid item.
     """
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
-        raise wrong(name, value, "a list of numbers is needed", error)
     try:
-        items = tuple(value.tolist() if isinstance(value, np.ndarray) else value)
-    except Exception as exc:
-        raise wrong(name, value, "a list of numbers is needed", error) from exc
-    try:
-        return tuple(real(item, name) for item in items)
+        return tuple(real(item, name) for item in _items(value, name, "numbers", error))
     except ConfigurationError as exc:
         raise error(str(exc)) from exc
 

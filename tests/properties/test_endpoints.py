@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from disagg_kv.channels import Channel
 from disagg_kv.core import Options, Phase, Verify
 from disagg_kv.memory.paged import Layout
-from disagg_kv.testing import Fault, FaultyTransport, seeded
+from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
+from tests.support.drawn_faults import seeded
 from tests.support.rig import Memory, Rig
 from tests.support.rig_parts import Unreliable
 from tests.support.worlds import World, hybrid_specs, worlds

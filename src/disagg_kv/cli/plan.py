@@ -90,7 +90,6 @@ def plan(
         order=(order, decode_order or order),
         slot_bytes=(slot_mib or slot) * MIB,
         lease_bytes=(ring_mib or ring) * MIB // 8,
-        maps=True,
         decode_spec=into,
     )
     choices = chosen(found, several, kind, hosts, maps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import frozen
 
@@ -12,7 +12,7 @@ from ..geometry import CacheSpec, Shard, difference, read_as, shards_as
 from ..ids import Rank
 from ..planning import Limits, PairPlan, RankPlan, RowRange, Segment, plain_site
 from .base import Job, TransferPlanner, refusal
-from .registry import in_auto_order, paths
+from .registry import paths
 
 
 @frozen
@@ -53,14 +53,12 @@ class Explanation:
         descriptors: writes in all, for each path that every pair can take.
         nbytes: bytes in all, the same on every path.
         refused: the first reason, for each path that some pair cannot take.
-        auto: what ``auto`` takes, and why.
     """
 
     pairs: tuple[PairCount, ...]
     descriptors: Mapping[str, int]
     nbytes: int
     refused: Mapping[str, str]
-    auto: Choice
 
 
 def explain(
@@ -73,7 +71,6 @@ def explain(
     order: tuple[str, str] = ("NHD", "NHD"),
     slot_bytes: int = 128 << 20,
     lease_bytes: int = 512 << 20,
-    maps: bool = False,
     decode_spec: CacheSpec | None = None,
 ) -> Explanation:
     """Count what each registered path posts for one request of ``tokens`` tokens, all of them sent.
@@ -89,7 +86,6 @@ def explain(
         order: ``"NHD"`` or ``"HND"``, (prefill, decode).
         slot_bytes: size of a prefill staging slot.
         lease_bytes: the most that one lease may have.
-        maps: the transport maps memory of peers; otherwise ``auto`` does not take ``mapped``.
         decode_spec: decode's cache, into which prefill's is converted; None: it is the same.
 
     Raises:
@@ -98,7 +94,6 @@ def explain(
     """
     if not decode:
         raise ConfigurationError("a plan needs at least one decode rank")
-    arguments.flag(maps, "maps")
     wanted = spec if decode_spec is None else arguments.one(decode_spec, "decode_spec", CacheSpec)
     found = difference(spec, wanted)
     if found is not None:
@@ -123,7 +118,7 @@ def explain(
                         counts[path.name] = count
                 one = Rank(rank), Rank(number), sum(sizes.values())
                 pairs.append(PairCount(*one, counts, len(segments), refused))
-    return _sum_up(pairs, known, maps)
+    return _sum_up(pairs, known)
 
 
 def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -> int | str:
@@ -140,23 +135,13 @@ def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -
     return sum(arguments.count(number, f"path {path.name!r}: count(): its result") for number in counts)
 
 
-def _sum_up(pairs: Sequence[PairCount], known: Mapping[str, TransferPlanner], maps: bool) -> Explanation:
+def _sum_up(pairs: Sequence[PairCount], known: Iterable[str]) -> Explanation:
     refused: dict[str, str] = {}
     for pair in pairs:
         for path, reason in pair.refused.items():
             refused.setdefault(path, f"prefill rank {pair.writer} to decode rank {pair.target}: {reason}")
-    able = [path for path in known if path not in refused]
-    totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
-    nbytes = sum(pair.nbytes for pair in pairs)
-    counts, refusals = dict[str, int](), dict[str, str]()
-    for one in in_auto_order(known.values()):
-        if one.name in refused:
-            refusals[one.name] = refused[one.name]
-        elif one.mover == "mapped" and not maps:
-            refusals[one.name] = "the transport does not map memory of peers"
-        else:
-            counts[one.name] = totals[one.name]
-    return Explanation(tuple(pairs), totals, nbytes, refused, choose(counts, nbytes, refusals))
+    totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in known if path not in refused}
+    return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused)
 
 
 def choose(counts: Mapping[str, int], nbytes: int, refusals: Mapping[str, str]) -> Choice:

@@ -4,6 +4,6 @@ The conformance suites are modules of their own, because they need pytest: ``dis
 """
 
 from .clock import FakeClock
-from .faults import Fault, FaultyTransport, MappingFault, MappingPlan, Plan, faultless, seeded
+from .faults import Fault, FaultyTransport, MappingFault, MappingPlan, Plan, faultless
 
-__all__ = ["FakeClock", "Fault", "FaultyTransport", "MappingFault", "MappingPlan", "Plan", "faultless", "seeded"]
+__all__ = ["FakeClock", "Fault", "FaultyTransport", "MappingFault", "MappingPlan", "Plan", "faultless"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import count
 
@@ -51,20 +50,6 @@ Plan = Callable[[int], Fault | None]
 """What becomes of the n-th submitted batch, counted from 0; ``{3: Fault.HUNG}.get`` is one."""
 
 
-def seeded(seed: int, shares: Mapping[Fault, float]) -> Plan:
-    """A plan that draws each batch's fault, with the given probabilities, from the seed and the batch's number."""
-
-    def plan(number: int) -> Fault | None:
-        at = random.Random(f"{seed} {number}").random()
-        for fault, share in shares.items():
-            at -= share
-            if at < 0:
-                return fault
-        return None
-
-    return plan
-
-
 class _Pages(mmap.mmap):
     """Memory given by :meth:`FaultyTransport.allocate` itself."""
 
@@ -74,7 +59,6 @@ class _Held:
     """A batch that is not quiet before :meth:`FaultyTransport.release` calls ``resume``; None: it never is."""
 
     peer: Peer
-    sources: frozenset[int]
     resume: Callable[[], None] | None
 
 
@@ -245,7 +229,7 @@ class FaultyTransport:
 
     def _fail(self, fault: Fault, ticket: Ticket, peer: Peer, writes: Writes, post: Callable[..., None]) -> None:
         error = TransportError(f"injected: {fault.value}", retryable=True)
-        held = _Held(peer, frozenset(writes.local.tolist()), None)
+        held = _Held(peer, None)
         match fault:
             case Fault.REFUSED:
                 self._events.append(WriteEnded(ticket, error))

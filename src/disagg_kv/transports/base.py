@@ -43,7 +43,6 @@ class Capabilities:
         max_batch: descriptors of one ``submit``; None: no limit.
         drain_s: seconds after the observed exit of a peer's process. By then the peer's last writes have landed, and
             writes that were posted to it read and write nothing more. None: unknown.
-        write_s: rough cost of one more descriptor in seconds.
         bytes_per_s: rough bulk speed in bytes per second: endpoints look more often at writes of fast wires.
         link: what a connected peer costs this process; the default is a guess.
     """
@@ -57,7 +56,6 @@ class Capabilities:
     late_writes: bool = False
     max_batch: int | None = None
     drain_s: float | None = None
-    write_s: float = 1e-6
     bytes_per_s: float = 4e9
     link: LinkCost = LinkCost(16_384, 2)
 

@@ -122,7 +122,6 @@ class CudaIpcTransport(NearSide):
         detects_peer_death=True,
         late_writes=True,
         drain_s=2.0,
-        write_s=1.5e-6,
         bytes_per_s=3.8e11,
     )
 

@@ -48,7 +48,7 @@ class InprocTransport(NearSide):
 
     name = "inproc"
     caps = Capabilities(
-        in_process_only=True, detects_peer_death=True, drain_s=0.0, write_s=1e-6, bytes_per_s=8e9,
+        in_process_only=True, detects_peer_death=True, drain_s=0.0, bytes_per_s=8e9,
         link=LinkCost(1_000, 0),
     )  # fmt: skip
 

@@ -74,7 +74,6 @@ class MooncakeTransport(NearSide):
         detects_peer_death=True,
         late_writes=True,
         drain_s=30.0,
-        write_s=6e-5,
         bytes_per_s=1.2e9,
     )
 
@@ -101,7 +100,7 @@ class MooncakeTransport(NearSide):
                 raise ConfigurationError(
                     "mooncake: no nvlink_intra in this build; mooncake-transfer-engine-cuda13 has it"
                 )
-            self.caps = attrs.evolve(self.caps, devices=frozenset({"cuda"}), write_s=2.3e-6, bytes_per_s=3.8e11)
+            self.caps = attrs.evolve(self.caps, devices=frozenset({"cuda"}), bytes_per_s=3.8e11)
         elif module.SUPPORT_CUDA:
             self.caps = attrs.evolve(self.caps, devices=frozenset({"cpu", "cuda"}))
         self.caps = attrs.evolve(self.caps, drain_s=drain_s)

@@ -93,10 +93,9 @@ class NixlTransport(NearSide):
         detects_peer_death=True,
         late_writes=True,
         drain_s=5.0,
-        write_s=3e-6,
         bytes_per_s=8e9,
     )
-    gpu_caps = attrs.evolve(caps, write_s=5.5e-6, bytes_per_s=3.8e11)
+    gpu_caps = attrs.evolve(caps, bytes_per_s=3.8e11)
     """The same for memory of a GPU."""
 
     def __init__(

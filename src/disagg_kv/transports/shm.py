@@ -65,7 +65,6 @@ class ShmTransport(NearSide):
         own_memory_only=True,
         detects_peer_death=True,
         drain_s=0.0,
-        write_s=1e-6,
         bytes_per_s=8e9,
         # The mapping's address is free; the peer's process is watched, and its memory has a descriptor. Measured by
         # benchmarks/links.py.

@@ -138,7 +138,7 @@ class PipesTransport:
     """See the module."""
 
     name = "third-party"
-    caps = Capabilities(detects_peer_death=True, max_batch=500, write_s=1e-6, bytes_per_s=1e9)
+    caps = Capabilities(detects_peer_death=True, max_batch=500, bytes_per_s=1e9)
 
     def __init__(self) -> None:
         self._home = Home("this transport 'third-party'")

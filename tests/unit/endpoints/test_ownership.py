@@ -16,9 +16,10 @@ from disagg_kv.planning import StagedLayout
 from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import Job
 from disagg_kv.strategies.paths import StagedPlanner
-from disagg_kv.testing import Fault, FaultyTransport, seeded
+from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport
+from tests.support.drawn_faults import seeded
 from tests.support.rig import Memory, Prefills, Request, Rig, put, tp_shards
 from tests.support.rig_parts import CountingKernels, FiredEvent, RecordingTransport, Unreliable
 

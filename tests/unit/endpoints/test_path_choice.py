@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attrs
 import pytest
 
 from disagg_kv.core import Options
@@ -44,7 +43,6 @@ class Queueing(CpuKernels):
 class Refusing(InprocTransport):
     """Its ``why``, if there is one, is the reason why it maps nothing; it never maps memory of ``far``."""
 
-    caps = attrs.evolve(InprocTransport.caps, write_s=1e-5)
     why: str | None = None
     far: Peer | None = None
 

@@ -40,7 +40,7 @@ class Far(InprocTransport):
     """A network that reaches everybody, and maps nothing; it may break."""
 
     name = "far"
-    caps = attrs.evolve(InprocTransport.caps, bytes_per_s=1e9, write_s=1e-3)
+    caps = attrs.evolve(InprocTransport.caps, bytes_per_s=1e9)
     map = None  # type: ignore[assignment]
     broken = False
 

@@ -64,19 +64,6 @@ def test_staging_needs_a_thousand_times_fewer_writes() -> None:
     assert plan.descriptors == {"staged": 4 * 5, "slice": 4 * 8192 * 64 * 2, "mapped": 4 * 5}
     assert plan.descriptors["slice"] >= 1000 * plan.descriptors["staged"]
     assert "prefill rank 0 to decode rank 0: layer 0, 'k': 2 units to send" in plan.refused["direct"]
-    assert plan.auto.path == "staged"
-    assert "staged takes" in plan.auto.reason
-    assert "; slice would take 4,194,304; " in plan.auto.reason
-    assert "mapped cannot: the transport does not map memory of peers" in plan.auto.reason
-
-
-def test_auto_takes_the_mapped_path_where_the_transport_maps() -> None:
-    """It is the first of ``auto``'s paths that can."""
-    spec = CacheSpec.kv(64, 8, 128, "bfloat16")
-    ranks = [shard(spec, tp=4, rank=r) for r in range(4)], [shard(spec)]
-    plan = explain(spec, *ranks, 8192, (64, 64), maps=True)
-    assert plan.auto.path == "mapped"
-    assert "staged would take" in plan.auto.reason
 
 
 def test_replicated_heads_are_planned_once() -> None:

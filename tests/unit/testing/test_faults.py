@@ -11,10 +11,11 @@ from disagg_kv.errors import PeerLostError, RegistrationError, TransportError
 from disagg_kv.ids import Ticket
 from disagg_kv.memory import Buffer
 from disagg_kv.planning import Writes
-from disagg_kv.testing import Fault, FaultyTransport, MappingFault, MappingPlan, faultless, seeded
+from disagg_kv.testing import Fault, FaultyTransport, MappingFault, MappingPlan, faultless
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
 from disagg_kv.transports import InprocTransport, PeerLost, Settled, ShmTransport, Transport, WriteEnded
+from tests.support.drawn_faults import seeded
 
 N = 1000
 
