@@ -245,10 +245,10 @@ def _victim_of_prefill(bench: Bench) -> delivery.DeliveryHandle:
     return handle
 
 
-@covers("PrefillEndpoint.step", chunks="mapping", uses="things")
+@covers("PrefillEndpoint.step", chunks="mapping", uses="things", tokens="tokens or none")
 def _step(bench: Bench) -> Ready:
     room = _victim_of_prefill(bench).room
-    return bench.prefill.step, {"chunks": {room: (ROWS, [bench.table])}, "uses": ()}
+    return bench.prefill.step, {"chunks": {room: (ROWS, [bench.table])}, "uses": (), "tokens": None}
 
 
 @covers("PrefillEndpoint.step: a chunk", chunk="thing")

@@ -74,7 +74,7 @@ def main(role: str, name: str, options: str) -> None:
         if role == "prefill":
             for layer, tensor in enumerate(tensors.values()):
                 tensor[list(THEIRS)] = rows(transfer, layer)
-            side.begin(StepWork(chunks={transfer: Chunk(transfer, 2, ((GROUP, THEIRS, 0),), True, b"tag")}))
+            side.begin(StepWork(chunks={transfer: Chunk(transfer, 2, 2, ((GROUP, THEIRS, 0),), True, b"tag")}))
             side.end()
         else:
             origin = Origin(transfer, Source("P", ()))

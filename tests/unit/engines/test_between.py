@@ -239,7 +239,7 @@ def test_vllm_prefills_and_sglang_decodes(ends: ExitStack, tps: tuple[int, int],
         first = start // BLOCK
         pages = ((KV, tuple(ours[0].blocks[first : -(-stop // BLOCK)]), first * BLOCK),)
         for worker in workers:
-            chunk = Chunk(f"sglang {ROOM}", stop, pages, stop == TOKENS, prompt_tag(PROMPT))
+            chunk = Chunk(f"sglang {ROOM}", stop, stop - start, pages, stop == TOKENS, prompt_tag(PROMPT))
             worker.begin(StepWork(chunks={"r": chunk}))
             worker.end()
     wait(lambda: {one.poll() for one in receivers} == {Poll.SUCCESS}, lambda: str([one.poll() for one in receivers]))
@@ -278,7 +278,7 @@ def test_a_request_that_cannot_be_right_fails_by_name(ends: ExitStack, given: di
     (sender,), (end,) = endpoints(ends, hub, [ours], "P"), endpoints(ends, hub, [theirs], "D")
     worker = WorkerSide(sender, None, {})
     room = receiver(end, theirs, 1, **given)
-    chunk = Chunk(f"sglang {ROOM}", TOKENS, ((KV, tuple(ours.blocks), 0),), True, prompt_tag(PROMPT))
+    chunk = Chunk(f"sglang {ROOM}", TOKENS, TOKENS, ((KV, tuple(ours.blocks), 0),), True, prompt_tag(PROMPT))
     worker.begin(StepWork(chunks={"r": chunk}))
     worker.end()
     wait(lambda: room.poll() is Poll.FAILED, lambda: str(room.poll()))

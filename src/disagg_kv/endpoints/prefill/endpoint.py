@@ -182,7 +182,11 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         return handle
 
     def step(
-        self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()
+        self,
+        chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]],
+        uses: Collection[Feature] = (),
+        *,
+        tokens: Sequence[int] | None = None,
     ) -> ForwardPass:
         """Announce a forward pass, so that grants are requested before the rows are computed.
 
@@ -191,6 +195,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         Args:
             chunks: per room ``stop`` and ``pages``, as for :meth:`~disagg_kv.endpoints.Delivery.send_chunk`.
             uses: features that the engine uses in this pass. Some features forbid layer groups.
+            tokens: new rows of each room, by which schedules decide, where a room is missing on this rank alone; None:
+                those of ``chunks``.
 
         Raises:
             GeometryError: as :meth:`~disagg_kv.endpoints.Delivery.send_chunk`.
@@ -204,8 +210,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             rooms.append((handle, stop, handle.checked(stop, pages)))
         used = self._uses | frozenset(arguments.several(uses, "uses", Feature))
         layered = self._schedule.name != PER_CHUNK
-        tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
-        batch = Batch(tokens, used, layered)
+        own = tuple(stop - handle.given for handle, stop, _ in rooms)
+        batch = Batch(own if tokens is None else arguments.counts(tokens, "tokens"), used, layered)
         self.driver.check("a forward pass")
         submitted = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
         cuts = LayerGroups([one.key for one in submitted], self._side.row_layers)

@@ -37,7 +37,7 @@ from ..options import EngineOptions
 from ..versions import require
 from .element_order import check_order
 from .endpoints import open_worker
-from .host import facts, refuse_layered
+from .host import facts, refuse_layered, refuse_states
 from .scheduler import SchedulerSide
 from .stats import COUNTERS, FAILURES, HISTOGRAMS, REASONS, logged, merged
 from .work import RankAddress, StepWork
@@ -115,6 +115,8 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._options.layered:
             refuse_layered(vllm_config)
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        if self._produces and not on_cpu and any(group.states for group in self._facts.groups):
+            refuse_states(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._opened: Opened | None = None

@@ -161,6 +161,16 @@ def refuse_layered(vllm_config: Any) -> None:
         raise UnsupportedError("a strategy that sends layers cannot be used with vLLM's dual-batch overlap")
 
 
+def refuse_states(vllm_config: Any) -> None:
+    """Raise an :class:`UnsupportedError` where a prefill instance with states might send rows that are zeros.
+
+    For models with states vLLM zeroes blocks that it gives to a request. Its newer model runner does so before the
+    connector can know that they were taken from another one, whose rows may still be read.
+    """
+    if vllm_config.use_v2_model_runner:
+        raise UnsupportedError("models with states on a prefill instance need VLLM_USE_V2_MODEL_RUNNER=0")
+
+
 def _group(index: int) -> GroupId:
     return GroupId(f"group {index}")
 

@@ -42,6 +42,9 @@ log = logging.getLogger("vllm.disagg_kv")
 MAX_LOADED = 1 << 16
 """Transfers that a decode instance remembers, to notice further requests for the same rows."""
 
+LOADING = "WAITING_FOR_REMOTE_KVS"
+"""The status of a request whose rows a connector loads."""
+
 QUEUED_S = 1.0
 """Seconds in the engine's queue after which a request is announced. Few wait for longer, so few have that cost."""
 
@@ -59,6 +62,7 @@ class Sending:
         opened: the ranks have a room, which must end.
         complete: the last row of the prompt was among them.
         lost: vLLM may have freed blocks with rows that decode needs.
+        elsewhere: another connector of a ``MultiConnector`` loads its rows, and reports it.
         since: when the request came; infinite if decode cannot know the transfer yet.
     """
 
@@ -71,6 +75,7 @@ class Sending:
     opened: bool = False
     complete: bool = False
     lost: bool = False
+    elsewhere: bool = False
 
 
 @define
@@ -149,7 +154,11 @@ class SchedulerSide:
             self._note_earlier(request, params[EARLIER])
 
     def _note_sending(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        given, tag = transfer_id(params), tag_of(request)
+        try:
+            given, tag = transfer_id(params), tag_of(request)
+        except RemoteProtocolError as exc:
+            log.warning("request %s is not sent: %s", request.request_id, exc)
+            return
         if given is not None and any(one.transfer == given for one in self._sending.values()):
             log.warning("request %s is not sent: transfer %s is another request's", request.request_id, given)
         elif tag is None:
@@ -176,6 +185,7 @@ class SchedulerSide:
     def _chunks(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> None:
         for name, one in self._sending.items():
             self._note_preemption(name, one)
+            one.elsewhere = one.request.status.name == LOADING and name not in self._loading
             if name not in scheduled or one.lost:
                 continue
             if self._overwrites and one.request.num_computed_tokens + scheduled[name] > one.request.num_prompt_tokens:
@@ -212,13 +222,13 @@ class SchedulerSide:
         pages = self._pages(ids, one.sent, stop)
         one.complete = tokens == prompt
         states = self._slots(ids) if one.complete else ()
-        self._work.chunks[name] = Chunk(one.transfer, stop, pages, one.complete, one.tag, states)
+        self._work.chunks[name] = Chunk(one.transfer, stop, stop - one.sent, pages, one.complete, one.tag, states)
         one.sent, one.opened = stop, True
 
     def _finished_sending(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         one = self._sending[name]
-        if name in self._loading and one.opened:
-            # The ranks report the request once, as loaded: only then does vLLM free its blocks.
+        if one.opened and (one.elsewhere or name in self._loading):
+            # VLLM frees the blocks with the first report of the ranks, as loaded, and a second one would end it.
             del self._sending[name]
             self._work.dropped.append(name)
             return False, None

@@ -26,7 +26,8 @@ class Chunk:
     Args:
         transfer: id of the transfer.
         stop: one past the last row.
-        pages: of the rows since the request's last chunk.
+        rows: how many there are since the request's last chunk.
+        pages: of these.
         last: these are the last rows of the prompt.
         tag: digest of the prompt.
         states: of the last rows, the slot of each group of states.
@@ -34,6 +35,7 @@ class Chunk:
 
     transfer: str
     stop: int
+    rows: int
     pages: Pages
     last: bool
     tag: bytes

@@ -17,6 +17,7 @@ from attrs import define, field
 
 from ...core import Phase
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, ForwardPass, PrefillEndpoint, Reception, room_id
+from ...errors import EndpointBrokenError
 from ...ids import LayerId, RoomId
 from ...memory import Event
 from .params import Origin
@@ -31,6 +32,9 @@ IDLE_S = 0.002
 LOAD_S = 0.01
 """The same while a decode request loads. It ends with the load, which the same step then reports: vLLM needs some
 milliseconds for the next one."""
+
+PREEMPT_S = 60.0
+"""How long a step waits for peers that read blocks which vLLM has taken back. Copies of this host take milliseconds."""
 
 ANSWER_S = 1.0
 """Seconds for which prefill looks whether a decode instance queues a request."""
@@ -139,9 +143,12 @@ class WorkerSide:
         Raises:
             EndpointBrokenError: something may still read them, so they must not be used again.
         """
-        for name in work.preempted:
-            if name in self._outgoing:
-                self._outgoing[name].delivery.withdraw().synchronize()
+        withdrawn = [self._outgoing[name].delivery.withdraw() for name in work.preempted if name in self._outgoing]
+        until = time.monotonic() + PREEMPT_S
+        while self._sender is not None and not all(one.query() for one in withdrawn):
+            if time.monotonic() > until:
+                raise EndpointBrokenError(f"peers still read blocks of preempted requests after {PREEMPT_S:g} s")
+            self._sender.wait(LOAD_S)
 
     def begin(self, work: StepWork) -> None:
         """Before the forward pass: prefill announces the rows, decode names the pages."""
@@ -252,7 +259,9 @@ class WorkerSide:
         }
         if rooms:
             try:
-                self._step = self._sender.step(rooms)
+                # As all ranks count them: a room may be missing here alone.
+                tokens = [chunk.rows for chunk in chunks.values()]
+                self._step = self._sender.step(rooms, tokens=tokens)
             except Exception as exc:
                 self._abort_pass(chunks, exc)
 

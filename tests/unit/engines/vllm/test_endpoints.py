@@ -100,7 +100,7 @@ def begin(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0, n
     known = {group: held} if held else {}
     load = Load(Origin(name, Source("P", addresses)), 2, ((group, (8, 9)[held:], held),), known, b"tag")
     d.worker.begin(StepWork(loads={"d": load}, idle=True))
-    p.worker.begin(StepWork(chunks={"p": Chunk(name, 2, ((group, (5, 6), 0),), True, b"tag")}))
+    p.worker.begin(StepWork(chunks={"p": Chunk(name, 2, 2, ((group, (5, 6), 0),), True, b"tag")}))
     p.worker.end()
 
 

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from disagg_kv.core import Options
+from disagg_kv.endpoints import Delivery, room_id
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.engines.vllm import worker
 from disagg_kv.engines.vllm.work import StepWork
 from disagg_kv.engines.vllm.worker import WorkerSide
-from disagg_kv.errors import EndpointBrokenError
+from disagg_kv.errors import EndpointBrokenError, QuarantineFullError
+from disagg_kv.ids import RoomId
 from tests.support.processes import wait
-from tests.support.vllm_like import Engine, Pair, prefilled, prompt, run
+from tests.support.rig_parts import FiredEvent
+from tests.support.vllm_like import Engine, FullAttentionSpec, Model, Pair, prefilled, prompt, run
 from tests.support.vllm_requests import Status
 
 SHORT = Options(silence_s=0.3, total_s=0.5, heartbeat_s=0.05, closed_s=0.2, retry_s=0.02)
@@ -373,6 +378,44 @@ def test_a_preemption_returns_once_nothing_reads_the_pages(pair: Pair) -> None:
     p.senders[0].driver.loop.post(busy)
     p.ranks[0].preempt(StepWork(preempted=["p"]))
     assert taken
+
+
+def test_a_preemption_does_not_wait_for_a_peer_for_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network may read blocks until the peer says that it does not, and that peer may be silent."""
+    p, d = pair(prefill={"budget": 4})
+    d.decode("d", prompt(9), origin(p))
+    p.prefill("p", prompt(9), "t")
+    for engine in (d, p):
+        engine.step()
+    monkeypatch.setattr(worker, "PREEMPT_S", 0.1)
+    monkeypatch.setattr(DeliveryHandle, "withdraw", lambda handle: FiredEvent())
+    with pytest.raises(EndpointBrokenError, match="peers still read blocks of preempted requests"):
+        p.ranks[0].preempt(StepWork(preempted=["p"]))
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_request_that_one_rank_cannot_open_harms_no_other_of_its_pass(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """All ranks cut the layers of a pass alike, by the tokens of all its requests."""
+    model = Model(groups=((FullAttentionSpec, tuple(range(8)), None),))
+    p, d = pair((2, 1), model, blocks=1200, block=16, prefill={"strategy": "staged+layer_pipelined"})
+    opens = p.senders[1].open
+
+    def some(room: RoomId, **given: Any) -> Delivery:
+        if broken and room == room_id("one"):
+            raise QuarantineFullError("as asked for")
+        return opens(room, **given)
+
+    monkeypatch.setattr(p.senders[1], "open", some)
+    d.decode("e", prompt(4000, 2), origin(p, "two"))
+    d.step()
+    p.prefill("p", prompt(100, 1), "one")
+    p.prefill("q", prompt(4000, 2), "two")
+    run(p, d, until=lambda: "e" in [*d.loaded, *d.not_loaded])
+    assert d.loaded == ["e"]
+    p.abort("p")
 
 
 def test_a_device_that_gives_no_event_fails_the_requests_of_the_pass(pair: Pair) -> None:

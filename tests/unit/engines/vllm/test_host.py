@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from disagg_kv.engines.vllm.host import facts, refuse_layered
+from disagg_kv.engines.vllm.host import facts, refuse_layered, refuse_states
 from disagg_kv.errors import UnsupportedError
 from disagg_kv.ids import KV, GroupId
 from tests.support.vllm_like import (
@@ -176,6 +176,15 @@ def test_layers_that_are_computed_in_parts_are_not_sent_one_by_one() -> None:
     vllm.parallel_config.use_ubatching = True
     with pytest.raises(UnsupportedError, match="dual-batch overlap"):
         refuse_layered(vllm)
+
+
+def test_states_are_not_sent_where_vllm_zeroes_blocks_too_early() -> None:
+    vllm, _ = configs(Model(), "P")
+    vllm.use_v2_model_runner = False
+    refuse_states(vllm)
+    vllm.use_v2_model_runner = True
+    with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        refuse_states(vllm)
 
 
 def test_context_parallelism_of_one_is_none() -> None:
