@@ -166,7 +166,10 @@ CATALOGUE: Mapping[str, Mapping[str, Entry]] = {
             "OUT=results ENGINE=sglang COMMIT=$(git rev-parse HEAD) LIMIT_S=190 "
             "OPTIONS='--pairs ours,nixl-staging,mooncake-staging,alone --reps 8' "
             "benchmarks/engines_gpu/go.sh 2to1:16 1to2:16; "
-            "python -m benchmarks.engines_gpu merge results/sglang_*.json",
+            "python -m benchmarks.engines_gpu merge results/sglang_*.json; "
+            "python -m benchmarks.engines_gpu plot --topology 2to1 benchmarks/results/h200_sglang.json "
+            "docs/images/bench-sglang.svg",
+            ("bench-sglang.svg", "Median times to the first token of each backend, for each prompt length"),
         ),
         "h200_sglang_programs.json": Entry(
             "Programs of a copy beside SGLang's models",

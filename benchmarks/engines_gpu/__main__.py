@@ -64,6 +64,16 @@ def software(commit: str | None) -> dict[str, Any]:
     return {"commit": commit or machine.commit(Path(__file__)), "versions": versions}
 
 
+def header(command: str, commit: str | None, gpus: Gpus | None) -> dict[str, Any]:
+    """What each result says first; without ``gpus`` it is a trial run on a CPU."""
+    return {
+        "command": f"python -m benchmarks.engines_gpu.{command}",
+        **software(commit),
+        "gpus": [] if gpus is None else list(gpus.names),
+        "driver": "" if gpus is None else gpus.driver,
+    }
+
+
 def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> int:
     """Run, write the document, print its tables; the exit code."""
     names = given.pairs.split(",") if given.pairs else []
@@ -94,7 +104,7 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
         plan = evolve(plan, oracle=sglang.ORACLE, alone=alone, peers_may_fail=True)
         if prefill != decode:
             plan = evolve(plan, rounds_otherwise=alone)
-    header = {
+    about = {
         "command": "python -m benchmarks.engines_gpu run",
         **software(given.commit),
         "gpus": list(gpus.names),
@@ -115,7 +125,7 @@ def measure(given: argparse.Namespace, gpus: Gpus, program: Sequence[str]) -> in
     try:
         asyncio.run(run.all())
     finally:
-        document = {**header, **results(run)}
+        document = {**about, **results(run)}
         file.write_text(json.dumps(document) + "\n")
     print(f"{of_run(document)}\n\n{file.name}: {file.stat().st_size:,} bytes", flush=True)
     return 0 if document["ok"] else 1

@@ -23,7 +23,7 @@ from attrs import define, evolve, field
 
 from benchmarks.tables import Found, table
 
-from .__main__ import Gpus, settings, software
+from .__main__ import Gpus, header, settings
 from .cases import LOAD_TOKENS, PAIRS, Mode, Spec
 from .cases import specs as specs_of
 from .engines import Instance, Live, RequestError
@@ -109,10 +109,7 @@ def document(run: Run, gpus: Gpus | None) -> dict[str, Any]:
     """The results, for JSON."""
     given = run.given
     return {
-        "command": "python -m benchmarks.engines_gpu.beside",
-        **software(given.commit),
-        "gpus": [] if gpus is None else list(gpus.names),
-        "driver": "" if gpus is None else gpus.driver,
+        **header("beside", given.commit, gpus),
         "settings": {**settings("vllm"), "block": given.block},
         "tokens": given.tokens,
         "running": given.running,

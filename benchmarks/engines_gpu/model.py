@@ -99,7 +99,7 @@ def write(folder: Path, shape: Shape) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Beside a model: each token is a word, so that a text of so many words has so many tokens."""
+    """Write a tokenizer beside a model. Each token is a word: a text has as many tokens as words."""
     count = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = {
         "version": "1.0",

@@ -1,4 +1,4 @@
-"""Draws the gaps of one topology: a column for each block size, and in each row one length of the prompt."""
+"""Draws the gaps, or of SGLang the times to the first token, of one topology: a column for each size of a block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kind(mode: str) -> str:
 
 
 def plot(found: Found, topology: str) -> Picture:
-    """Median gaps as bars; a thin line goes on to the 90 % quantile. A row has one scale, so its bars compare.
+    """Medians as bars; a thin line goes on to the 90 % quantile. A row has one scale, so its bars compare.
 
     Raises:
         ValueError: no run has this topology.
@@ -35,11 +35,13 @@ def plot(found: Found, topology: str) -> Picture:
     lengths = sorted({one["tokens"] for run in of for one in run["singles"]})
     height = TOP + len(lengths) * (len(rows) * BAR + 34) + 8
     prefill, decode = TOPOLOGIES[topology]
-    picture = Picture(f"Gap between prefill's answer and decode's first token, TP {prefill}->{decode}", WIDTH, height)
+    sglang = of[0].get("engine") == "sglang"
+    what, unit = ("Time to", "pages") if sglang else ("Gap between prefill's answer and", "blocks")
+    picture = Picture(f"{what} decode's first token, TP {prefill}->{decode}", WIDTH, height)
     picture.text(16, 24, f"{picture.title}: ms, median, and to the 90% quantile", "title", "start")
     column = (WIDTH - LEFT) / len(of)
     for number, run in enumerate(of):
-        picture.text(LEFT + number * column, TOP - 12, f"blocks of {run['block']}", "small", "start")
+        picture.text(LEFT + number * column, TOP - 12, f"{unit} of {run['block']}", "small", "start")
     y = float(TOP)
     for length in lengths:
         picture.text(16, y + 12, f"{length:,} tokens", "title", "start")

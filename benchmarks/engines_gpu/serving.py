@@ -5,8 +5,8 @@
 
 A prefill and a decode server of each pair, and ``examples/router.py`` before them, live all at once; with one GPU they
 share it. ``sglang.benchmark.serving`` sends OpenAI's ``/v1/completions`` to one router after the other: ``--requests``
-prompts of ``--tokens`` random tokens, of which so many are in flight as ``IN_FLIGHT`` says. A prompt is the same for
-all pairs, and no server has a radix cache.
+prompts of ``--tokens`` random tokens, with 1 and with 8 requests in flight. All pairs get the same prompts, and no
+server has a radix cache.
 
 With ``--turns`` these are conversations of ``/v1/chat/completions``, each turn of which has ``TURN`` tokens more, and
 all servers have a radix cache, so that prefill computes and sends what is new; the pair ``whole`` is this library's
@@ -39,7 +39,7 @@ from attrs import define, field
 from benchmarks.tables import Found, table
 
 from . import sglang
-from .__main__ import Gpus, settings, software
+from .__main__ import Gpus, header, settings
 from .cases import ROOT, Spec
 from .model import write_tokenizer
 from .tables import runs
@@ -266,10 +266,7 @@ def document(run: Run, gpus: Gpus | None) -> dict[str, Any]:
         if count < len(truth) and name != WHOLE
     ]
     return {
-        "command": "python -m benchmarks.engines_gpu.serving",
-        **software(given.commit),
-        "gpus": [] if gpus is None else list(gpus.names),
-        "driver": "" if gpus is None else gpus.driver,
+        **header("serving", given.commit, gpus),
         "settings": {**settings("sglang"), "block": given.block},
         "tokens": given.tokens,
         "answer": given.answer,

@@ -256,8 +256,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def medians(run: Found) -> Mapping[tuple[str, int], tuple[float, float]]:
-    """The median gap and its 90 % quantile, ms, by mode and length."""
+    """The median gap and its 90 % quantile, ms, by mode and length; of SGLang the time to the first token."""
+    name = "ttft_ms" if run.get("engine") == "sglang" else "gap_ms"
     return {
-        (one["mode"], one["tokens"]): (quantile(one["gap_ms"], 0.5), quantile(one["gap_ms"], 0.9))
-        for one in run["singles"]
+        (one["mode"], one["tokens"]): (quantile(one[name], 0.5), quantile(one[name], 0.9)) for one in run["singles"]
     }

@@ -30,7 +30,7 @@ from attrs import define, field, frozen
 from benchmarks.tables import Found, table
 from pictures.drawing import Picture
 
-from .__main__ import Gpus, settings, software
+from .__main__ import Gpus, header, settings
 from .cases import FIRST_PORT, LOAD_TOKENS, PAIRS, SOURCE, Mode, Order, Spec, engine_args, environment, transfer
 from .engines import Instance, Live, RequestError
 from .figures import quantile
@@ -278,10 +278,7 @@ def document(run: Run, gpus: Gpus | None, nbytes: int, copied: Sequence[float]) 
             "request": {"ends_ms": _ms([end - one.began for end in one.ends]), "room_ms": _ms([one.room - one.began])},
         }
     return {
-        "command": "python -m benchmarks.engines_gpu.trace",
-        **software(given.commit),
-        "gpus": [] if gpus is None else list(gpus.names),
-        "driver": "" if gpus is None else gpus.driver,
+        **header("trace", given.commit, gpus),
         "settings": {**settings("vllm"), "block": given.block},
         "tokens": given.tokens,
         "bytes": nbytes,

@@ -32,7 +32,7 @@ from attrs import define, field, frozen
 
 from benchmarks.tables import table
 
-from .__main__ import Gpus, settings, software
+from .__main__ import Gpus, header, settings
 from .cases import FIRST_PORT, PAIRS, SOURCE, Spec, engine_args, environment, transfer
 from .engines import PREFILL_PARAMS, Instance, RequestError
 from .figures import quantile
@@ -179,10 +179,7 @@ def document(run: Run, gpus: Gpus | None) -> dict[str, Any]:
     """The results, for JSON."""
     given = run.given
     return {
-        "command": "python -m benchmarks.engines_gpu.turns",
-        **software(given.commit),
-        "gpus": [] if gpus is None else list(gpus.names),
-        "driver": "" if gpus is None else gpus.driver,
+        **header("turns", given.commit, gpus),
         "settings": {**settings("vllm"), "block": given.block, "context": given.context, "new": given.new},
         "answer": given.answer,
         "ok": not run.red,

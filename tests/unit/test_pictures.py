@@ -15,7 +15,7 @@ from pictures.prefix import HELD, ROWS
 from pictures.request import request
 from tests.support.pages import PAGES, ROOT
 
-FROM_BENCHMARKS = {"bench-engines", "bench-pipeline", "bench-prefix", "bench-trace", "dashboard"}
+FROM_BENCHMARKS = {"bench-engines", "bench-pipeline", "bench-prefix", "bench-sglang", "bench-trace", "dashboard"}
 
 
 @pytest.mark.parametrize("name", PICTURES)
